@@ -1,0 +1,37 @@
+"""Shared by all tests: one seed a run, printed, and no GPU test where there is no GPU."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+
+SEED = int(os.environ.get("FOLDFUSE_TEST_SEED", random.SystemRandom().randrange(2**31)))
+
+
+def pytest_configure(config):
+    """Give every worker of one run the same seed."""
+    os.environ.setdefault("FOLDFUSE_TEST_SEED", str(SEED))
+
+
+def pytest_report_header(config):
+    """Print the seed, so that a failure can be repeated."""
+    return f"FOLDFUSE_TEST_SEED={os.environ['FOLDFUSE_TEST_SEED']}"
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def seed(record_property) -> int:
+    """The run's seed for random inputs, shown with a failing test."""
+    print(f"FOLDFUSE_TEST_SEED={SEED}")
+    record_property("seed", SEED)
+    return SEED
