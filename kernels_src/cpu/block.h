@@ -1,0 +1,185 @@
+// One block: its threads, which are fibers, and what they wait for. A thread runs until it has to
+// meet others (a barrier, a shuffle) and is ready again when all have come; scheduler.h runs those
+// that are.
+#pragma once
+
+#include <vector_functions.h>
+
+#include "failure.h"
+#include "fiber.h"
+#include "schedule.h"
+#include "shared_memory.h"
+#include "site.h"
+
+namespace [[gnu::visibility("hidden")]] cpu {
+
+constexpr int kLanes = 32;
+constexpr int kMaxThreads = 1024;
+constexpr int kMaxWarps = kMaxThreads / kLanes;
+constexpr int kBarriers = 16;
+constexpr int kMaxCluster = 16;
+
+// What one launch asks for.
+struct Grid {
+    dim3 blocks, threads, cluster_extent;
+    int cluster;  // blocks that run together
+    size_t dynamic_bytes;
+    void (*run_thread)(void* kernel);  // calls the kernel with its arguments
+    void* kernel;
+    Schedule schedule;
+    Failure failure;
+};
+
+// A cp.async that has not been waited for, see async_copy.h.
+struct PendingCopy {
+    void* to;
+    const void* from;
+    int bytes, group;
+    bool valid;
+};
+
+struct Thread {
+    Fiber fiber;
+    uint3 index;
+    int number;  // in the block
+    // while it waits:
+    const char* waits_for;
+    Site site;
+    uint32_t mask;             // the lanes it wants to meet
+    void* data;                // what it brings
+    bool (*condition)(void*);  // of wait_until; takes data
+    // its copies in flight:
+    PendingCopy* copies;
+    int copy_count, copy_capacity, copy_group;
+
+    int warp() const { return number / kLanes; }
+    int lane() const { return number % kLanes; }
+    uint32_t bit() const { return 1u << lane(); }
+};
+
+// Sets of lanes.
+struct Warp {
+    uint32_t existing;  // the last warp of a block may have fewer than 32
+    uint32_t ready;     // can run
+    uint32_t meeting;   // wait for other lanes
+    uint32_t polling;   // wait until a condition holds
+    uint32_t exited;    // have returned from the kernel
+};
+
+struct BlockBarrier {
+    const char* name;
+    Site site;  // of the first thread that arrived
+    int arrived, expected;
+    uint32_t waiting[kMaxWarps];
+};
+
+class Block;
+inline thread_local Block* current_block;
+inline thread_local Thread* current_thread;
+
+class Block {
+  public:
+    Block(Grid& grid, int rank, Block** cluster);
+    ~Block();
+    Block(const Block&) = delete;
+
+    void begin(uint3 index, uint64_t run);
+    Thread* next_ready();
+    bool poll();
+    void resume(Thread& thread);
+    bool ended() const { return exited == size; }
+
+    void make_ready(int warp, uint32_t lanes) {
+        warps[warp].ready |= lanes;
+        ready_warps |= 1u << warp;
+    }
+    // Suspends the current thread until someone makes it ready.
+    void wait(const char* what, Site site) {
+        current_thread->waits_for = what;
+        current_thread->site = site;
+        current_thread->fiber.suspend();
+    }
+    // Ends the launch with a sentence about a thread. Called by a fiber, and never returns to
+    // it.
+    [[noreturn]] __attribute__((cold, format(printf, 4, 5))) void fail(const Thread& thread,
+                                                                       Site site,
+                                                                       const char* format, ...);
+    // Ends the launch if a shared array was written out of bounds.
+    void check_guards(const char* when, Site site);
+
+    Thread& lane(int warp, int lane) { return threads[warp * kLanes + lane]; }
+
+    Grid& grid;
+    const int size, warp_count;
+    uint3 index;
+    uint64_t run;  // tells this run of a block from all others of the process
+    int exited;    // threads
+    Thread* threads;
+    Warp warps[kMaxWarps];
+    uint32_t ready_warps;  // those with a lane that can run
+    BlockBarrier barriers[kBarriers];
+    SharedMemory shared;
+
+    const int rank;  // in its cluster
+    Block** cluster;
+    int cluster_arrived, cluster_phase;  // rank 0 counts for cluster_sync
+
+  private:
+    static constexpr size_t kStackBytes = 256 * 1024;  // only what is touched takes memory
+    static constexpr uint64_t kStackEnd = 0x57ACCE0F57ACCE0F;
+
+    static void run_thread();
+    void exit_thread(Thread& thread);
+    char* stack_of(const Thread& thread) const { return stacks_ + thread.number * kStackBytes; }
+    uint64_t& end_of_stack(const Thread& thread) const {
+        return *reinterpret_cast<uint64_t*>(stack_of(thread));
+    }
+
+    char* stacks_;
+    Random random_;
+};
+
+inline void Block::fail(const Thread& thread, Site site, const char* format, ...) {
+    char sentence[kTextBytes / 2];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(sentence, sizeof sentence, format, arguments);
+    va_end(arguments);
+    grid.failure.keep(cudaErrorLaunchFailure, "block (%u,%u,%u), thread (%u,%u,%u), %s:%d: %s",
+                      index.x, index.y, index.z, thread.index.x, thread.index.y, thread.index.z,
+                      site.file, site.line, sentence);
+    for (;;) current_thread->fiber.suspend();
+}
+
+inline void Block::check_guards(const char* when, Site site) {
+    SharedMemory::Damage damage;
+    if (!shared.find_damage(damage)) return;
+    const bool before = damage.at < 0;
+    grid.failure.keep(
+        cudaErrorLaunchFailure,
+        "block (%u,%u,%u), before %s, %s:%d: a write outside shared array '%s' of %zu bytes, "
+        "%ld bytes %s",
+        index.x, index.y, index.z, when, site.file, site.line, damage.declaration->name,
+        damage.bytes, before ? -damage.at : damage.at - static_cast<long>(damage.bytes),
+        before ? "before its start" : "past its end");
+}
+
+// Suspends the current thread until condition() holds. It is asked again when no thread can
+// run; if it then never holds, the launch ends with an error that names `what` and the site.
+template <typename Condition>
+void wait_until(Condition condition, const char* what, Site site = Site::here()) {
+    if (condition()) return;
+    Thread& thread = *current_thread;
+    thread.data = &condition;
+    thread.condition = [](void* data) { return bool((*static_cast<Condition*>(data))()); };
+    current_block->warps[thread.warp()].polling |= thread.bit();
+    current_block->wait(what, site);
+}
+
+}  // namespace cpu
+
+// CUDA's own names, of the thread that runs.
+inline thread_local uint3 threadIdx __attribute__((visibility("hidden")));
+inline thread_local uint3 blockIdx __attribute__((visibility("hidden")));
+inline thread_local dim3 blockDim __attribute__((visibility("hidden")));
+inline thread_local dim3 gridDim __attribute__((visibility("hidden")));

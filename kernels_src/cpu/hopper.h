@@ -1,0 +1,326 @@
+// Models of Hopper's instructions, for hopper.cuh. A wgmma takes effect as late as it may: until it
+// is waited for its result is NaN and its operands are unread, so that a missing wait, or a stage
+// that is given back too early, changes what a kernel computes. A bulk copy takes effect at once.
+#pragma once
+
+#include <string.h>
+
+#include <map>
+#include <unordered_map>
+#include <vector>
+
+#include "backend.h"
+
+namespace [[gnu::visibility("hidden")]] cpu {
+
+    // ---- wgmma
+
+    // A bf16 or fp16 in memory.
+    template <typename T>
+    float value_of(const void* from) {
+        return static_cast<float>(*static_cast<const T*>(from));
+    }
+
+    // An operand in shared memory, from its 64 bits.
+    struct Operand {
+        const char* start;
+        uint32_t k_stride, mn_stride;
+        Major major;
+
+        Operand(uint64_t bits, Major m)
+            : start(current_block->shared.at((bits & 0x3FFF) * 16)),
+              k_stride((bits >> 16 & 0x3FFF) * 16),
+              mn_stride((bits >> 32 & 0x3FFF) * 16),
+              major(m) {}
+
+        template <typename T>
+        float at(int mn, int k) const {
+            const int row = major == Major::K ? mn % 8 : k % 8,
+                      place = major == Major::K ? k % 8 : mn % 8;
+            return value_of<T>(start + k / 8 * k_stride + mn / 8 * mn_stride + row * 16 +
+                               place * 2);
+        }
+    };
+
+    // One wgmma, as one thread sees it: the 2 rows of A behind its results, all of B.
+    struct Product {
+        float* result;
+        int count;  // of the thread's results, N / 2
+        bool accumulate;
+        bool from_registers;
+        uint64_t a, b;
+        Major major_a, major_b;
+        float rows[2][16];  // of A, if it comes from registers
+        void (*run)(Product&, float* sums);
+    };
+
+    template <typename T>
+    void run_product(Product & product, float* sums) {
+        const int thread = current_thread->number % 128, quarter = thread % 4;
+        const Operand a(product.a, product.major_a), b(product.b, product.major_b);
+        if (!product.accumulate) std::fill_n(sums, product.count, 0.0f);
+        for (int half = 0; half < 2; ++half) {
+            float* row = product.rows[half];
+            if (!product.from_registers) {
+                const int m = thread / 32 * 16 + thread % 32 / 4 + 8 * half;
+                for (int k = 0; k < 16; ++k) row[k] = a.at<T>(m, k);
+            }
+            for (int i = 0; i < product.count / 2; ++i) {
+                const int n = i / 2 * 8 + 2 * quarter + i % 2;
+                float& sum = sums[i / 2 * 4 + 2 * half + i % 2];
+                for (int k = 0; k < 16; ++k) sum += row[k] * b.at<T>(n, k);
+            }
+        }
+    }
+
+    // What one thread has started: products in order, and how many of them each committed group
+    // has.
+    struct Products {
+        uint64_t run;  // of the block that they belong to
+        std::vector<Product> pending;
+        std::vector<int> groups;
+        int uncommitted = 0;
+        std::map<float*, std::vector<float>> results;  // what the registers will hold
+
+        void start(const Product& product) {
+            auto [entry, first] = results.try_emplace(product.result);
+            if (first) {
+                entry->second.assign(product.result, product.result + product.count);
+                std::fill_n(product.result, product.count, NAN);
+            }
+            pending.push_back(product);
+            ++uncommitted;
+        }
+
+        void commit() {
+            groups.push_back(uncommitted);
+            uncommitted = 0;
+        }
+
+        void finish_all_but(size_t groups_left) {
+            size_t done = 0;
+            for (; groups.size() > groups_left; groups.erase(groups.begin())) {
+                for (const size_t end = done + groups.front(); done < end; ++done) {
+                    pending[done].run(pending[done], results.at(pending[done].result).data());
+                }
+            }
+            pending.erase(pending.begin(), pending.begin() + done);
+            for (auto entry = results.begin(); entry != results.end();) {
+                auto& [result, values] = *entry;
+                bool in_flight = false;
+                for (const Product& product : pending) in_flight |= product.result == result;
+                if (!in_flight) std::copy(values.begin(), values.end(), result);
+                entry = in_flight ? std::next(entry) : results.erase(entry);
+            }
+        }
+    };
+
+    inline Products& products_of_thread() {
+        static thread_local std::unordered_map<const Thread*, Products> all;
+        Products& products = all[current_thread];
+        if (products.run != current_block->run) products = {current_block->run};
+        return products;
+    }
+
+    // The lanes of a warp meet, for all must name the same operands; A's fragments are spread over
+    // quads.
+    inline void start_product(Product & product, const uint32_t* fragment,
+                              float (*value_of)(const void*), Site site) {
+        struct Lane {
+            Product* product;
+            const uint32_t* fragment;
+            float (*value_of)(const void*);
+        } lane{&product, fragment, value_of};
+        meet(~0u, "wgmma", site, lane, [](const Lanes& lanes) {
+            lanes.each([&](int l) {
+                const Lane& first = lanes.data<Lane>(0);
+                const Lane& self = lanes.data<Lane>(l);
+                if (self.product->a != first.product->a || self.product->b != first.product->b ||
+                    self.product->accumulate != first.product->accumulate) {
+                    lanes.block.fail(lanes.thread(l), lanes.site,
+                                     "wgmma: lanes 0 and %d name different operands", l);
+                }
+                for (int k = 0; self.fragment && k < 16; ++k) {
+                    const uint32_t* from = lanes.data<Lane>(l / 4 * 4 + k % 8 / 2).fragment;
+                    for (int half = 0; half < 2; ++half) {
+                        const uint16_t bits = from[k / 8 * 2 + half] >> 16 * (k % 2);
+                        self.product->rows[half][k] = self.value_of(&bits);
+                    }
+                }
+            });
+        });
+        products_of_thread().start(product);
+    }
+
+    // ---- mbarriers
+
+    struct BarrierState {
+        uint32_t pending : 15, arrivals : 15, phase : 1,
+            unknown : 1;  // unknown: poison, no barrier_init yet
+        int32_t bytes;    // announced, not yet arrived
+
+        static BarrierState& of(void* barrier, const char* name, Site site) {
+            static_assert(sizeof(BarrierState) == sizeof(uint64_t));
+            BarrierState& state = *static_cast<BarrierState*>(barrier);
+            if (state.unknown)
+                current_block->fail(*current_thread, site, "%s: a barrier without barrier_init",
+                                    name);
+            return state;
+        }
+
+        void arrive(const char* name, Site site) {
+            if (pending == 0) {
+                current_block->fail(*current_thread, site,
+                                    "%s: more arrivals than the %d of barrier_init", name,
+                                    int(arrivals));
+            }
+            --pending;
+            advance();
+        }
+
+        void add_bytes(int32_t more) {
+            bytes += more;
+            advance();
+        }
+
+      private:
+        void advance() {
+            if (pending > 0 || bytes != 0) return;
+            phase ^= 1;
+            pending = arrivals;
+        }
+    };
+
+}  // namespace cpu
+
+inline int multiprocessors() { return 4; }  // few, so that small shapes give a block several tiles
+
+inline uint64_t wgmma_operand(const void* start, uint32_t k_stride, uint32_t mn_stride,
+                              cpu::Site site = cpu::Site::here()) {
+    const uint32_t address = shared_address(start);
+    if (address % 16 != 0 || k_stride % 16 != 0 || mn_stride % 16 != 0 || k_stride >= 1 << 18 ||
+        mn_stride >= 1 << 18 || !cpu::current_block->shared.contains(start)) {
+        cpu::current_block->fail(
+            *cpu::current_thread, site,
+            "wgmma_operand: shared memory at %u with strides %u and %u; each must be a "
+            "multiple of 16 below 262144",
+            address, k_stride, mn_stride);
+    }
+    return address >> 4 | uint64_t(k_stride >> 4) << 16 | uint64_t(mn_stride >> 4) << 32;
+}
+
+inline void wgmma_fence() {}
+inline void wgmma_commit() { cpu::products_of_thread().commit(); }
+template <int kPending>
+void wgmma_wait() {
+    cpu::products_of_thread().finish_all_but(kPending);
+}
+
+template <typename T, Major kMajorA, Major kMajorB, int kCount>
+void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate,
+           cpu::Site site = cpu::Site::here()) {
+    cpu::Product product{d, kCount,  accumulate, false, a,
+                         b, kMajorA, kMajorB,    {},    cpu::run_product<T>};
+    cpu::start_product(product, nullptr, cpu::value_of<T>, site);
+}
+template <typename T, Major kMajorB, int kCount>
+void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumulate,
+           cpu::Site site = cpu::Site::here()) {
+    cpu::Product product{d, kCount,   accumulate, true, 0,
+                         b, Major::K, kMajorB,    {},   cpu::run_product<T>};
+    cpu::start_product(product, a, cpu::value_of<T>, site);
+}
+
+inline void barrier_init(Barrier* barrier, int arrivals) {
+    cpu::BarrierState state{};
+    state.pending = state.arrivals = arrivals;
+    memcpy(barrier, &state, sizeof state);
+}
+inline void barrier_init_fence() {}
+inline void barrier_arrive(Barrier* barrier, cpu::Site site = cpu::Site::here()) {
+    cpu::BarrierState::of(barrier, "barrier_arrive", site).arrive("barrier_arrive", site);
+}
+inline void barrier_arrive_expect(Barrier* barrier, uint32_t bytes,
+                                  cpu::Site site = cpu::Site::here()) {
+    cpu::BarrierState& state = cpu::BarrierState::of(barrier, "barrier_arrive_expect", site);
+    state.bytes += bytes;
+    state.arrive("barrier_arrive_expect", site);
+}
+inline void barrier_wait(Barrier* barrier, int parity, cpu::Site site = cpu::Site::here()) {
+    const cpu::BarrierState& state = cpu::BarrierState::of(barrier, "barrier_wait", site);
+    cpu::wait_until([&] { return int(state.phase) != parity; }, "barrier_wait", site);
+}
+
+// ---- bulk copies and clusters
+
+namespace [[gnu::visibility("hidden")]] cpu {
+
+    // The cluster's block of this rank.
+    inline Block& peer(int rank, const char* name, Site site) {
+        if (rank >= current_block->grid.cluster) {
+            current_block->fail(*current_thread, site, "%s: no block %d in a cluster of %d", name,
+                                rank, current_block->grid.cluster);
+        }
+        return *current_block->cluster[rank];
+    }
+
+    // All threads of all blocks of the cluster meet.
+    inline void cluster_barrier(const char* name, Site site) {
+        Block& first = *current_block->cluster[0];
+        const int phase = first.cluster_phase;
+        if (++first.cluster_arrived == first.size * first.grid.cluster) {
+            first.cluster_arrived = 0;
+            ++first.cluster_phase;
+        }
+        wait_until([&] { return first.cluster_phase != phase; }, name, site);
+    }
+
+    inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
+                          uint32_t blocks, const char* name, Site site) {
+        Block& block = *current_block;
+        if (!block.shared.contains(shared) || reinterpret_cast<uintptr_t>(shared) % 16 != 0 ||
+            reinterpret_cast<uintptr_t>(global) % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
+            block.fail(
+                *current_thread, site,
+                "%s: %u bytes from %p to shared memory at %u; all three must be multiples of 16",
+                name, bytes, global, shared_address(shared));
+        }
+        for (uint32_t left = blocks; left; left &= left - 1) {
+            SharedMemory& memory = peer(lowest_bit(left), name, site).shared;
+            memcpy(memory.at(shared_address(shared)), global, bytes);
+            BarrierState::of(memory.at(shared_address(barrier)), name, site)
+                .add_bytes(-int32_t(bytes));
+        }
+    }
+
+}  // namespace cpu
+
+inline void copy_bulk(void* shared, const void* global, uint32_t bytes, Barrier* barrier,
+                      cpu::Site site = cpu::Site::here()) {
+    const uint32_t own = 1u << cpu::current_block->rank;
+    cpu::bulk_copy(shared, global, bytes, barrier, own, "copy_bulk", site);
+}
+inline void copy_bulk_multicast(void* shared, const void* global, uint32_t bytes, Barrier* barrier,
+                                uint16_t blocks, cpu::Site site = cpu::Site::here()) {
+    cpu::bulk_copy(shared, global, bytes, barrier, blocks, "copy_bulk_multicast", site);
+}
+inline void fence_async_proxy() {}
+
+inline uint32_t cluster_rank() { return cpu::current_block->rank; }
+inline void cluster_sync(cpu::Site site = cpu::Site::here()) {
+    cpu::cluster_barrier("cluster_sync", site);
+}
+inline void barrier_arrive_remote(Barrier* barrier, uint32_t rank,
+                                  cpu::Site site = cpu::Site::here()) {
+    cpu::Block& peer = cpu::peer(rank, "barrier_arrive_remote", site);
+    cpu::BarrierState::of(peer.shared.at(shared_address(barrier)), "barrier_arrive_remote", site)
+        .arrive("barrier_arrive_remote", site);
+}
+
+inline void named_barrier(int index, int threads, cpu::Site site = cpu::Site::here()) {
+    cpu::barrier_sync(index, threads, "named_barrier", site);
+}
+template <int kRegisters>
+void registers_decrease() {}
+template <int kRegisters>
+void registers_increase() {}

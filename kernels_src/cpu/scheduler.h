@@ -1,0 +1,226 @@
+// Runs the fibers of a block, or of the blocks of one cluster, in the order of the launch's
+// schedule.
+#pragma once
+
+#include <stdlib.h>
+#include <sys/mman.h>
+
+#include "block.h"
+
+namespace [[gnu::visibility("hidden")]] cpu {
+
+inline Block::Block(Grid& launched, int own_rank, Block** blocks)
+    : grid(launched),
+      size(launched.threads.x * launched.threads.y * launched.threads.z),
+      warp_count((size + kLanes - 1) / kLanes),
+      rank(own_rank),
+      cluster(blocks) {
+    threads = static_cast<Thread*>(calloc(size, sizeof(Thread)));
+    stacks_ = static_cast<char*>(mmap(nullptr, size * kStackBytes, PROT_READ | PROT_WRITE,
+                                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (stacks_ == MAP_FAILED) {
+        grid.failure.keep(cudaErrorMemoryAllocation,
+                          "no address space for the stacks of %d threads", size);
+        return;
+    }
+    madvise(stacks_, size * kStackBytes, MADV_NOHUGEPAGE);
+    for (int i = 0; i < size; ++i) {
+        threads[i].number = i;
+        end_of_stack(threads[i]) = kStackEnd;
+    }
+}
+
+inline Block::~Block() {
+    for (int i = 0; i < size; ++i) free(threads[i].copies);
+    free(threads);
+    if (stacks_ == MAP_FAILED) return;
+    allow(stacks_, size * kStackBytes);
+    munmap(stacks_, size * kStackBytes);
+}
+
+inline void Block::begin(uint3 own_index, uint64_t own_run) {
+    index = own_index;
+    run = own_run;
+    random_ =
+        Random(grid.schedule.seed ^ (uint64_t(index.z) << 42 | uint64_t(index.y) << 21 | index.x));
+    ready_warps = exited = cluster_arrived = cluster_phase = 0;
+    memset(barriers, 0, sizeof barriers);
+    memset(warps, 0, sizeof warps);
+    shared.begin(grid.dynamic_bytes);
+    const dim3 extent = grid.threads;
+    for (int i = 0; i < size; ++i) {
+        Thread& thread = threads[i];
+        thread.index = make_uint3(i % extent.x, i / extent.x % extent.y, i / extent.x / extent.y);
+        thread.copy_count = thread.copy_group = 0;
+        warps[thread.warp()].existing |= thread.bit();
+        make_ready(thread.warp(), thread.bit());
+        // Stacks end at different cache lines of a page, or all tops would fall on the same cache
+        // sets.
+        const size_t color = 64 * (i % 61);
+        thread.fiber.prepare(stack_of(thread) + 64, kStackBytes - 64 - color, run_thread);
+    }
+}
+
+// A fiber starts here.
+inline void Block::run_thread() {
+    Block& block = *current_block;
+    Thread& thread = *current_thread;
+    thread.fiber.entered();
+    block.grid.run_thread(block.grid.kernel);
+    block.exit_thread(thread);
+    for (;;) thread.fiber.suspend();
+}
+
+inline void Block::exit_thread(Thread& thread) {
+    ++exited;
+    Warp& warp = warps[thread.warp()];
+    warp.exited |= thread.bit();
+    if (barriers[0].arrived > 0) {
+        fail(thread, barriers[0].site,
+             "this thread returned from the kernel while %d others wait for it at %s; let it "
+             "do nothing "
+             "instead",
+             barriers[0].arrived, barriers[0].name);
+    }
+    for (uint32_t left = warp.meeting; left; left &= left - 1) {
+        const Thread& other = lane(thread.warp(), lowest_bit(left));
+        if (other.mask & thread.bit()) {
+            fail(thread, other.site,
+                 "this thread returned from the kernel while lane %d of its warp waits for it "
+                 "at %s with "
+                 "mask 0x%08x",
+                 other.lane(), other.waits_for, other.mask);
+        }
+    }
+}
+
+inline Thread* Block::next_ready() {
+    if (ready_warps == 0) return nullptr;
+    const Order order = grid.schedule.order;
+    const int warp = choose_bit(ready_warps, order, random_);
+    return &lane(warp, choose_bit(warps[warp].ready, order, random_));
+}
+
+// Makes ready those whose condition has come to hold; says whether there are any.
+inline bool Block::poll() {
+    bool any = false;
+    for (int w = 0; w < warp_count; ++w) {
+        for (uint32_t left = warps[w].polling; left; left &= left - 1) {
+            Thread& thread = lane(w, lowest_bit(left));
+            if (!thread.condition(thread.data)) continue;
+            warps[w].polling &= ~thread.bit();
+            make_ready(w, thread.bit());
+            any = true;
+        }
+    }
+    return any;
+}
+
+inline void Block::resume(Thread& thread) {
+    Warp& warp = warps[thread.warp()];
+    warp.ready &= ~thread.bit();
+    if (warp.ready == 0) ready_warps &= ~(1u << thread.warp());
+    current_block = this;
+    current_thread = &thread;
+    blockIdx = index;
+    threadIdx = thread.index;
+    thread.fiber.resume();
+    if (end_of_stack(thread) != kStackEnd) {
+        grid.failure.keep(
+            cudaErrorLaunchFailure,
+            "block (%u,%u,%u), thread (%u,%u,%u): local variables of more than %zu bytes", index.x,
+            index.y, index.z, thread.index.x, thread.index.y, thread.index.z, kStackBytes);
+        end_of_stack(thread) = kStackEnd;
+    }
+}
+
+class Cluster {
+  public:
+    explicit Cluster(Grid& grid) : grid_(grid) {
+        for (int i = 0; i < grid.cluster; ++i) blocks_[i] = new Block(grid, i, blocks_);
+    }
+    ~Cluster() {
+        for (int i = 0; i < grid_.cluster; ++i) delete blocks_[i];
+    }
+    Cluster(const Cluster&) = delete;
+
+    // Runs the n-th cluster of the grid; an error ends it early.
+    void run(uint64_t n) {
+        begin(n);
+        while (!grid_.failure.happened()) {
+            bool running = false, woken = false;
+            for (int i = 0; i < grid_.cluster; ++i) {
+                Block& block = *blocks_[sequence_.at(i)];
+                while (Thread* thread = block.next_ready()) {
+                    block.resume(*thread);
+                    if (grid_.failure.happened()) return;
+                }
+            }
+            for (int i = 0; i < grid_.cluster; ++i) {
+                woken |= blocks_[i]->poll();
+                running |= !blocks_[i]->ended();
+            }
+            if (!running) return end();
+            if (!woken) report_stuck();
+        }
+    }
+
+  private:
+    void begin(uint64_t n) {
+        static uint64_t runs = 0;
+        const dim3 extent = grid_.cluster_extent;
+        const uint64_t columns = grid_.blocks.x / extent.x, rows = grid_.blocks.y / extent.y;
+        sequence_ = Sequence(grid_.cluster, {grid_.schedule.order, grid_.schedule.seed + n});
+        for (int i = 0; i < grid_.cluster; ++i) {
+            const uint3 index = make_uint3(n % columns * extent.x + i % extent.x,
+                                           n / columns % rows * extent.y + i / extent.x % extent.y,
+                                           n / columns / rows * extent.z + i / extent.x / extent.y);
+            blocks_[i]->begin(index, __atomic_add_fetch(&runs, 1, __ATOMIC_RELAXED));
+        }
+        blockDim = grid_.threads;
+        gridDim = grid_.blocks;
+    }
+    void end() {
+        for (int i = 0; i < grid_.cluster; ++i)
+            blocks_[i]->check_guards("its end", {"the kernel", 0});
+    }
+    void report_stuck();
+
+    Grid& grid_;
+    Block* blocks_[kMaxCluster];
+    Sequence sequence_{1, {}};
+};
+
+// Nobody can run: names a thread that waits, how many do so with it, and what others do.
+inline void Cluster::report_stuck() {
+    const Block* block = nullptr;
+    const Thread *first = nullptr, *other = nullptr;
+    int alike = 0, exited = 0;
+    for (int b = 0; b < grid_.cluster; ++b) {
+        exited += blocks_[b]->exited;
+        for (int i = 0; i < blocks_[b]->size; ++i) {
+            const Thread& thread = blocks_[b]->threads[i];
+            if (blocks_[b]->warps[thread.warp()].exited & thread.bit()) continue;
+            if (!first) first = &thread, block = blocks_[b];
+            if (thread.waits_for == first->waits_for && thread.site == first->site) {
+                ++alike;
+            } else if (!other) {
+                other = &thread;
+            }
+        }
+    }
+    char rest[256] = "";
+    if (other) {
+        snprintf(rest, sizeof rest, "; thread (%u,%u,%u) waits at %s, %s:%d", other->index.x,
+                 other->index.y, other->index.z, other->waits_for, other->site.file,
+                 other->site.line);
+    }
+    grid_.failure.keep(
+        cudaErrorLaunchTimeout,
+        "block (%u,%u,%u), thread (%u,%u,%u), %s:%d: %d threads wait at %s for ever; %d have "
+        "returned from the kernel%s",
+        block->index.x, block->index.y, block->index.z, first->index.x, first->index.y,
+        first->index.z, first->site.file, first->site.line, alike, first->waits_for, exited, rest);
+}
+
+}  // namespace cpu

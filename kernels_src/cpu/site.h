@@ -1,0 +1,21 @@
+// Where in the kernel's source a call stands. Whatever can fail takes one as its last, default
+// argument, which g++ fills in at the call.
+#pragma once
+
+#include <string.h>
+
+namespace [[gnu::visibility("hidden")]] cpu {
+
+struct Site {
+    const char* file;
+    int line;
+
+    static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+        return {file, line};
+    }
+    bool operator==(const Site& other) const {
+        return line == other.line && strcmp(file, other.file) == 0;
+    }
+};
+
+}  // namespace cpu

@@ -1,0 +1,152 @@
+// Models of mma.sync and ldmatrix: whole warps, the layouts of tensor_core.cuh, products exact and
+// every sum rounded to float. (The GPU's sums are a little coarser: it aligns and truncates the
+// products it adds.)
+#pragma once
+
+#include "warp.h"
+
+namespace [[gnu::visibility("hidden")]] cpu {
+
+// The lanes of a whole warp meet; mma and ldmatrix have no mask.
+template <typename Data, typename Operation>
+void meet_warp(const char* name, Site site, Data& data, Operation operation) {
+    const Warp& warp = current_block->warps[current_thread->number / kLanes];
+    if (warp.existing != 0xFFFFFFFF) {
+        current_block->fail(*current_thread, site,
+                            "%s takes a whole warp, and the block ends within this one", name);
+    }
+    meet(0xFFFFFFFF, name, site, data, operation);
+}
+
+inline float tf32_value(uint32_t bits) {
+    return bits_as<float>(bits & 0xFFFFE000);
+}  // the GPU reads no more
+inline float bf16_value(uint16_t bits) { return bits_as<float>(uint32_t(bits) << 16); }
+inline float fp16_value(uint16_t bits) {
+    __half_raw raw;
+    raw.x = bits;
+    return __half2float(__half(raw));
+}
+
+struct MmaOperands {
+    float* d;
+    const uint32_t *a, *b;
+};
+
+// d += a · b with a of 16 x kDepth and b of kDepth x 8, put together from the lanes' registers
+// by `gather`.
+template <int kDepth, typename Gather>
+void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* name, Site site,
+         Gather gather) {
+    MmaOperands operands{d, a, b};
+    meet_warp(name, site, operands, [gather](const Lanes& lanes) {
+        float left[16][kDepth], right[kDepth][8];
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const MmaOperands& of = lanes.data<MmaOperands>(lane);
+            gather(left, right, of.a, of.b, lane / 4, lane % 4);
+        }
+        for (int lane = 0; lane < kLanes; ++lane) {
+            float* d = lanes.data<MmaOperands>(lane).d;
+            for (int i = 0; i < 4; ++i) {
+                const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+                for (int k = 0; k < kDepth; ++k) d[i] += left[row][k] * right[k][column];
+            }
+        }
+    });
+}
+
+template <float (*kValue)(uint16_t)>
+void gather_16bit(float (&left)[16][16], float (&right)[16][8], const uint32_t* a,
+                  const uint32_t* b, int g, int t) {
+    for (int i = 0; i < 4; ++i) {
+        const int row = g + i % 2 * 8, column = 2 * t + i / 2 * 8;
+        left[row][column] = kValue(a[i] & 0xFFFF);
+        left[row][column + 1] = kValue(a[i] >> 16);
+    }
+    for (int i = 0; i < 2; ++i) {
+        const int row = 2 * t + i * 8;
+        right[row][g] = kValue(b[i] & 0xFFFF);
+        right[row + 1][g] = kValue(b[i] >> 16);
+    }
+}
+
+inline void gather_tf32(float (&left)[16][8], float (&right)[8][8], const uint32_t* a,
+                        const uint32_t* b, int g, int t) {
+    for (int i = 0; i < 4; ++i) left[g + i % 2 * 8][t + i / 2 * 4] = tf32_value(a[i]);
+    for (int i = 0; i < 2; ++i) right[t + i * 4][g] = tf32_value(b[i]);
+}
+
+struct MatrixLoad {
+    const void* row;
+    uint32_t* registers;
+};
+
+template <int kMatrices>
+void ldmatrix(uint32_t (&registers)[kMatrices], const void* row, bool transposed, const char* name,
+              Site site) {
+    const SharedMemory& shared = current_block->shared;
+    // Only the first 8 * kMatrices lanes' addresses are used.
+    if (current_thread->lane() < 8 * kMatrices &&
+        (!shared.contains(row) || shared.offset_of(row) % 16 != 0)) {
+        current_block->fail(*current_thread, site,
+                            "%s: %p is not an address in shared memory that 16 divides", name, row);
+    }
+    MatrixLoad load{row, registers};
+    meet_warp(name, site, load, [transposed](const Lanes& lanes) {
+        for (int matrix = 0; matrix < kMatrices; ++matrix) {
+            uint16_t values[8][8];
+            for (int i = 0; i < 8; ++i) {
+                memcpy(values[i], lanes.data<MatrixLoad>(matrix * 8 + i).row, sizeof values[i]);
+            }
+            for (int lane = 0; lane < kLanes; ++lane) {
+                const int g = lane / 4, t = lane % 4;
+                const uint32_t first = transposed ? values[2 * t][g] : values[g][2 * t];
+                const uint32_t second = transposed ? values[2 * t + 1][g] : values[g][2 * t + 1];
+                lanes.data<MatrixLoad>(lane).registers[matrix] = first | second << 16;
+            }
+        }
+    });
+}
+
+}  // namespace cpu
+
+inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                             cpu::Site site = cpu::Site::here()) {
+    cpu::mma<8>(d, a, b, "mma_m16n8k8_tf32", site, cpu::gather_tf32);
+}
+inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                              cpu::Site site = cpu::Site::here()) {
+    cpu::mma<16>(d, a, b, "mma_m16n8k16_bf16", site, cpu::gather_16bit<cpu::bf16_value>);
+}
+inline void mma_m16n8k8_bf16(float (&d)[4], const uint32_t (&a)[2], uint32_t b,
+                             cpu::Site site = cpu::Site::here()) {
+    const uint32_t wide_a[4] = {a[0], a[1], 0, 0}, wide_b[2] = {b, 0};
+    cpu::mma<16>(d, wide_a, wide_b, "mma_m16n8k8_bf16", site, cpu::gather_16bit<cpu::bf16_value>);
+}
+inline void mma_m16n8k16_fp16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                              cpu::Site site = cpu::Site::here()) {
+    cpu::mma<16>(d, a, b, "mma_m16n8k16_fp16", site, cpu::gather_16bit<cpu::fp16_value>);
+}
+
+#define CPU_LDMATRIX(count, suffix, transposed)                                      \
+    inline void ldmatrix_x##count##suffix(uint32_t (&r)[count], const void* row,     \
+                                          cpu::Site site = cpu::Site::here()) {      \
+        cpu::ldmatrix<count>(r, row, transposed, "ldmatrix_x" #count #suffix, site); \
+    }
+CPU_LDMATRIX(1, , false)
+CPU_LDMATRIX(2, , false)
+CPU_LDMATRIX(4, , false)
+CPU_LDMATRIX(1, _trans, true)
+CPU_LDMATRIX(2, _trans, true)
+CPU_LDMATRIX(4, _trans, true)
+#undef CPU_LDMATRIX
+
+// Round to nearest, ties away from zero, to 10 bits of fraction.
+inline uint32_t to_tf32(float x) {
+    if (x != x) return 0x7FFFFFFF;
+    return (__float_as_uint(x) + 0x1000) & 0xFFFFE000;
+}
+inline float exp2_approx(float x) {
+    const float result = exp2f(x);
+    return result < 0x1p-126f ? 0.0f : result;
+}
