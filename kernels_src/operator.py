@@ -120,6 +120,9 @@ class Operator:
     costs: Callable[[Any], Mapping[str, Cost]]  # shape -> part -> cost
     least_bytes: Callable[[Any, int], int]  # shape, bytes an element -> each input and output once
     stages: tuple[Stage, ...]
+    # Axes of the output that run over residues: the operator on some residues of its inputs gives those
+    # residues of its output. None given: the output of some residues depends on the others too.
+    residue_axes: tuple[int, ...] = ()
 
     def stage(self, number: str | int) -> Stage:
         """The stage with this number or file name. Raises KeyError naming those that exist."""
