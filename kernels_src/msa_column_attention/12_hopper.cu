@@ -1,0 +1,256 @@
+// Stage 12: wgmma, bulk copies, warp specialisation
+// As 11, with Hopper's own instructions. Workspace and weights lie in wgmma's core matrices, chunks
+// of 8 channels one after the other, so that every copy is one piece for the copy engine. GEMMs:
+// two warpgroups multiply, one warp streams the weights, two blocks of a cluster share them. Core:
+// persistent blocks of 256 queries; one warp runs ahead with K and V, four warpgroups multiply, P
+// in registers, V and the mask being one operand. A warp whose Σ leaves 2^±60 repeats its 16 rows.
+// Bytes and operations as in 11; weights, K and V leave L2 half as often. Predicts: af2 165 + 190 +
+// 60 µs, where mma.sync was the core's bound; extra 75 + 640 + 35 µs, where instructions an element
+// are, and wgmma's descriptors cost what ldmatrix did. Shapes: any B, S, N; D = 64, 128, 192, 256;
+// d = 8, 16, 32, 64.
+#include "msa_column_attention/wgmma_projections.cuh"
+
+#ifndef POLYNOMIALS  // so many of 8 exponentials go to the FMA units
+#define POLYNOMIALS (D / H < 64 ? 3 : 2)
+#endif
+static_assert(D % 64 == 0 && D <= 256, "D must be 64, 128, 192 or 256");
+static_assert(kChunks == 1 || kChunks == 2 || kChunks == 4 || kChunks == 8, "d: 8, 16, 32 or 64");
+
+constexpr int kCoreWarps = kChannels < 64 ? 16 : 8;          // that multiply; one more loads
+constexpr int kCoreThreads = (kCoreWarps + 4) * kWarpSize;   // registers go by warpgroups
+constexpr int kCoreRegisters = kChannels < 64 ? 120 : 208;   // of a thread that multiplies
+constexpr int kQueries = kCoreWarps * 16;                    // of a block, 64 a warpgroup
+constexpr int kKeys = 128;                                   // in a stage of the ring
+constexpr int kPieceBytes = kKeys * kRowBytes;               // one chunk of the keys
+constexpr int kTileBytes = (2 * kChunks + 1) * kPieceBytes;  // K, V and the mask
+constexpr int kTiles = kChannels < 64 ? 6 : 4;
+constexpr int kSteps = (kChunks + 1) / 2;  // of 16 channels
+
+// One head of one column, as the core sees it: pointers to its first chunk, `padded` rows long.
+struct Head {
+    bf16* query;  // becomes σ(gate) · attended
+    const bf16 *key, *value, *gate, *mask;
+    int64_t piece;  // elements from a chunk to the next
+};
+
+__device__ Head head_of(bf16* projected, const bf16* key_mask, int columns, int padded, int index) {
+    const int64_t piece = int64_t(padded) * 8, matrix = int64_t(columns) * (D / 8) * piece;
+    bf16* query = projected + int64_t(index) * kChunks * piece;
+    return {
+        query, query + matrix, query + 2 * matrix, query + 3 * matrix, key_mask + index / H * piece,
+        piece};
+}
+
+// The loading warp of the core: for each item the keys, tile by tile.
+__device__ void load_keys(bf16* projected, const bf16* key_mask, unsigned char* ring, Barrier* full,
+                          Barrier* empty, int columns, int S, int items) {
+    const int padded = padded_rows(S), blocks = ceil_div(S, kQueries);
+    Place<kTiles> place;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const Head head = head_of(projected, key_mask, columns, padded, item / blocks);
+        for (int first = 0; first < S; first += kKeys, place.advance()) {
+            unsigned char* to = ring + place.stage * kTileBytes;
+            Barrier* arrived = full + place.stage;
+            barrier_wait(empty + place.stage, place.parity ^ 1);
+            barrier_arrive_expect(arrived, kTileBytes);
+            for (int c = 0; c < 2 * kChunks + 1; ++c) {
+                const bf16* from = c < kChunks       ? head.key + c * head.piece
+                                   : c < 2 * kChunks ? head.value + (c - kChunks) * head.piece
+                                                     : head.mask;
+                copy_bulk(to + c * kPieceBytes, from + first * 8, kPieceBytes, arrived);
+            }
+        }
+    }
+}
+
+// p = 2^score, 16 keys after the other as wgmma takes A
+__device__ void exponentiate(const float (&score)[32], uint32_t (&p)[4][4]) {
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+        float e[2];
+        for (int j = 0; j < 2; ++j) {
+            const bool polynomial = (i + j) * POLYNOMIALS % 8 < POLYNOMIALS;
+            e[j] = polynomial ? exp2_polynomial(score[i + j]) : exp2_approx(score[i + j]);
+        }
+        p[i / 8][i % 8 / 2] = pack_bf16(e[0], e[1]);
+    }
+}
+
+// A warpgroup's 64 queries: sums = Σ_t 2^(score_t) [v_t, mask_t] over all keys.
+__device__ void attend(const unsigned char* ring, Barrier* full, Barrier* empty,
+                       Place<kTiles>& place, int S, bool active, const uint32_t (&query)[kSteps][4],
+                       float (&sums)[4 * (kChunks + 1)]) {
+    const bool leader = threadIdx.x % kWarpSize == 0;
+    for (int i = 0; i < 4 * (kChunks + 1); ++i) sums[i] = 0;
+    for (int first = 0; first < S; first += kKeys, place.advance()) {
+        const unsigned char* tile = ring + place.stage * kTileBytes;
+        // d 8: wgmma's second chunk is the first again, where the query is 0
+        const uint64_t key = wgmma_operand(tile, kChunks == 1 ? 0 : kPieceBytes, 128);
+        const uint64_t value = wgmma_operand(tile + kChunks * kPieceBytes, 128, kPieceBytes);
+        barrier_wait(full + place.stage, place.parity);
+#pragma unroll
+        for (int t = 0; t < kKeys; t += 64) {
+            if (!active || first + t >= S) break;
+            float score[32];
+            uint32_t p[4][4];
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {  // addresses in an operand count 16 bytes
+                wgmma<bf16, Major::K>(score, query[step],
+                                      key + (2 * step * kPieceBytes + t * kRowBytes) / 16,
+                                      step > 0);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            exponentiate(score, p);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                wgmma<bf16, Major::MN>(sums, p[i], value + (t + 16 * i) * kRowBytes / 16, true);
+            }
+            wgmma_commit();
+        }
+        wgmma_wait<0>();
+        if (leader) barrier_arrive(empty + place.stage);
+    }
+}
+
+// A warp's 16 queries once more, with a running maximum and straight from global memory: for scores
+// so large that 2^score leaves the range of fp32, or for a column without keys.
+__device__ void attend_again(const Head& head, int S, const uint32_t (&query)[kSteps][4],
+                             float (&sums)[4 * (kChunks + 1)]) {
+    const int row = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
+    float tiles[kChunks + 1][4] = {}, highest[2] = {-INFINITY, -INFINITY};
+    for (int first = 0; first < S; first += 16) {
+        float score[2][4] = {};
+        for (int j = 0; j < 2; ++j) {
+            for (int c = 0; c < kChunks; ++c) {
+                const bf16* key = head.key + c * head.piece + (first + 8 * j + row) * 8 + pair;
+                const uint32_t (&q)[4] = query[c / 2];
+                mma_m16n8k8_bf16(score[j], {q[c % 2 * 2], q[c % 2 * 2 + 1]},
+                                 *reinterpret_cast<const uint32_t*>(key));
+            }
+        }
+        bool keep[4];
+        for (int i = 0; i < 4; ++i) {
+            keep[i] = __bfloat162float(head.mask[(first + i / 2 * 8 + pair + i % 2) * 8]) != 0;
+        }
+        raise_reference(keep, score, highest, tiles);
+        uint32_t p[4];
+        for (int i = 0; i < 4; ++i) {
+            p[i] = pack_bf16(exp2_approx(score[i / 2][i % 2 * 2]),
+                             exp2_approx(score[i / 2][i % 2 * 2 + 1]));
+        }
+        for (int c = 0; c < kChunks + 1; ++c) {
+            const bf16* value = c < kChunks ? head.value + c * head.piece : head.mask;
+            uint32_t b[2];
+            for (int half = 0; half < 2; ++half) {
+                const bf16* from = value + (first + 8 * half + pair) * 8 + row;
+                b[half] = pack_bf16(__bfloat162float(from[0]), __bfloat162float(from[8]));
+            }
+            mma_m16n8k16_bf16(tiles[c], p, b);
+        }
+    }
+    for (int i = 0; i < 4 * (kChunks + 1); ++i) sums[i] = tiles[i / 4][i % 4];
+}
+
+// projected[0] = σ(gate) · softmax(q kᵀ) v in place of q; an item is kQueries rows of one head.
+__global__ void __launch_bounds__(kCoreThreads, 1)
+    core_kernel(bf16* projected, const bf16* key_mask, int columns, int S, int items) {
+    DYNAMIC_SHARED(unsigned char, ring);
+    SHARED(Barrier, full, [kTiles]);
+    SHARED(Barrier, empty, [kTiles]);
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < kTiles; ++stage) {
+            barrier_init(full + stage, 1);
+            barrier_init(empty + stage, kCoreWarps);
+        }
+        barrier_init_fence();
+    }
+    __syncthreads();
+    if (warp >= kCoreWarps) {
+        registers_decrease<24>();
+        if (warp == kCoreWarps && lane == 0) {
+            load_keys(projected, key_mask, ring, full, empty, columns, S, items);
+        }
+        return;
+    }
+    registers_increase<kCoreRegisters>();
+    const int blocks = ceil_div(S, kQueries), padded = padded_rows(S);
+    Place<kTiles> place;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+        const Head head = head_of(projected, key_mask, columns, padded, item / blocks);
+        const int row0 = item % blocks * kQueries + warp * 16;  // the warp's first
+        const int at = (row0 + lane / 4) * 8 + lane % 4 * 2;
+        uint32_t query[kSteps][4];
+#pragma unroll
+        for (int i = 0; i < 4 * kSteps; ++i) {
+            const int chunk = i / 4 * 2 + i % 4 / 2;
+            const bf16* pair = head.query + chunk * head.piece + at + i % 2 * 64;
+            query[i / 4][i % 4] = chunk < kChunks ? *reinterpret_cast<const uint32_t*>(pair) : 0;
+        }
+        float sums[4 * (kChunks + 1)];
+        attend(ring, full, empty, place, S, row0 / 64 * 64 < S, query, sums);
+        if (row0 >= S) continue;
+        bool fine = true;
+        for (int half = 0; half < 2; ++half) {
+            const float total = sums[4 * kChunks + 2 * half];
+            fine &= total > 0x1p-60f && total < 0x1p60f;
+        }
+        if (!__all_sync(kFullMask, fine)) attend_again(head, S, query, sums);
+#pragma unroll
+        for (int i = 0; i < 2 * kChunks; ++i) {
+            const int half = i % 2, c = i / 2;
+            const int64_t place = c * head.piece + at + half * 64;
+            const uint32_t gate = *reinterpret_cast<const uint32_t*>(head.gate + place);
+            const float inverse = 1 / sums[4 * kChunks + 2 * half];  // no keys: 0 · ∞ is NaN
+            const float low = sums[4 * c + 2 * half] * inverse * low_half(gate);
+            const float high = sums[4 * c + 2 * half + 1] * inverse * high_half(gate);
+            *reinterpret_cast<uint32_t*>(head.query + place) = pack_bf16(low, high);
+        }
+    }
+}
+
+// `workspace` holds 5 D² elements and (4 D + 8) · columns · padded_rows(S): the columns of the
+// batch, B · N of them, are worked on so many at a time.
+EXPORT cudaError_t attention_hopper(
+    const __nv_bfloat16* msa, const __nv_bfloat16* mask, const __nv_bfloat16* layer_norm_weight,
+    const __nv_bfloat16* layer_norm_bias, const __nv_bfloat16* query_weight,
+    const __nv_bfloat16* key_weight, const __nv_bfloat16* value_weight,
+    const __nv_bfloat16* gate_weight, const __nv_bfloat16* gate_bias,
+    const __nv_bfloat16* out_weight, const __nv_bfloat16* out_bias, __nv_bfloat16* workspace,
+    __nv_bfloat16* out, int B, int S, int N, int columns, cudaStream_t stream) {
+    const int padded = padded_rows(S), blocks = padded / kRows;
+    const dim3 cluster(CLUSTER), gemm_threads(kGemmThreads);
+    bf16 *packed = workspace, *projected = packed + 5 * D * D;
+    if (cudaError_t error =
+            LAUNCH(pack_kernel, dim3(ceil_div(5 * D * D / 8, 256)), dim3(256), 0, stream)(
+                query_weight, key_weight, value_weight, gate_weight, out_weight, packed)) {
+        return error;
+    }
+    for (int first = 0; first < B * N; first += columns) {
+        const int count = columns < B * N - first ? columns : B * N - first;
+        const dim3 grid(count * blocks);
+        bf16* key_mask = projected + int64_t(4) * count * padded * D;
+        if (cudaError_t error =
+                LAUNCH_CLUSTER(prologue_kernel, grid, gemm_threads, cluster, kGemmShared, stream)(
+                    msa, mask, layer_norm_weight, layer_norm_bias, packed, gate_bias, projected,
+                    key_mask, first, count, S, N)) {
+            return error;
+        }
+        const int items = count * H * ceil_div(S, kQueries);
+        const dim3 persistent(items < multiprocessors() ? items : multiprocessors());
+        if (cudaError_t error =
+                LAUNCH(core_kernel, persistent, dim3(kCoreThreads), kTiles * kTileBytes, stream)(
+                    projected, key_mask, count, S, items)) {
+            return error;
+        }
+        if (cudaError_t error =
+                LAUNCH_CLUSTER(epilogue_kernel, grid, gemm_threads, cluster, kGemmShared, stream)(
+                    projected, packed + 4 * D * D, out_bias, out, first, S, N)) {
+            return error;
+        }
+    }
+    return cudaSuccess;
+}

@@ -1,0 +1,217 @@
+// Stage 12's kernels before and after the core: LayerNorm and the four projections, and out_proj,
+// with wgmma. A block multiplies kRows rows of one column, which stay in shared memory, by all
+// weights, which one warp streams past in slabs; the blocks of a cluster bring shares of a slab and
+// multicast them. Bytes: 2·(1 + 4 + 2)·B·N·S·D, and 2·5·D² of weights a cluster from L2.
+//
+// Rows and weights lie in core matrices of wgmma: chunks of 8 channels, in each all rows.
+#pragma once
+
+#include "hopper.cuh"
+#include "msa_column_attention/bf16_rows.cuh"
+
+#ifndef CLUSTER  // blocks that share the weights: 1 or 2
+#define CLUSTER 2
+#endif
+
+constexpr int kRowBytes = 16;  // of a chunk; 8 rows are a core matrix
+constexpr int kRows = 128;     // of a column in a block, 64 a warpgroup
+constexpr int kGemmWarps = 8;  // that multiply; one more loads
+constexpr int kGemmThreads = (kGemmWarps + 1) * kWarpSize;
+constexpr int kXStride =
+    kRows * kRowBytes + 16;  // bytes from a chunk of x to the next: no conflict
+constexpr int kSlab = 32;    // channels of the weights in a stage of the ring
+constexpr int kOutputs = D % 128 == 0 ? 128 : 64;  // of a pass over x
+constexpr int kPasses = D / kOutputs;              // a weight matrix
+constexpr int kSlabBytes = kOutputs * kSlab * sizeof(bf16);
+constexpr int kSlabs = 5;
+constexpr int kGemmShared = D / 8 * kXStride + kSlabs * kSlabBytes;
+
+// A warp's place in a ring of kStages; `parity` flips each time around.
+template <int kStages>
+struct Place {
+    int stage = 0, parity = 0;
+    __device__ void advance() {
+        if (++stage == kStages) stage = 0, parity ^= 1;
+    }
+};
+
+// packed: 5 weight matrices as slab after slab of kSlab / 8 chunks of kOutputs slots
+__global__ void pack_kernel(const bf16* query, const bf16* key, const bf16* value, const bf16* gate,
+                            const bf16* out, bf16* packed) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;  // chunk
+    const int slot = i % kOutputs, chunk = i / kOutputs % (D / 8), pass = i / kOutputs / (D / 8);
+    const int matrix = pass / kPasses, output = pass % kPasses * kOutputs + output_of_slot(slot);
+    const bf16* weight = matrix == 0   ? query
+                         : matrix == 1 ? key
+                         : matrix == 2 ? value
+                         : matrix == 3 ? gate
+                                       : out;
+    if (matrix < 5) store8(packed, i, load8(weight, output * (D / 8) + chunk));
+}
+
+// The loading warp of a GEMM: slabs one after the other, each block of the cluster a share of each.
+__device__ void load_weights(const bf16* packed, unsigned char* ring, Barrier* full, Barrier* empty,
+                             int slabs) {
+    constexpr int kShare = kSlabBytes / CLUSTER;
+    const int rank = CLUSTER > 1 ? cluster_rank() : 0;
+    Place<kSlabs> place;
+    for (int slab = 0; slab < slabs; ++slab, place.advance()) {
+        Barrier* arrived = full + place.stage;
+        barrier_wait(empty + place.stage, place.parity ^ 1);
+        barrier_arrive_expect(arrived, kSlabBytes);
+        unsigned char* to = ring + place.stage * kSlabBytes + rank * kShare;
+        const bf16* from = packed + (int64_t(slab) * kSlabBytes + rank * kShare) / sizeof(bf16);
+        if (CLUSTER > 1) {
+            copy_bulk_multicast(to, from, kShare, arrived, (1 << CLUSTER) - 1);
+        } else {
+            copy_bulk(to, from, kShare, arrived);
+        }
+    }
+}
+
+// A warp has read a stage: tell the blocks that copy into it.
+__device__ void release_weights(Barrier* empty, int stage) {
+    const int lane = threadIdx.x % kWarpSize;
+    if (CLUSTER == 1 && lane == 0) barrier_arrive(empty + stage);
+    if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_remote(empty + stage, lane);
+}
+
+// A multiplying warp: finish(matrix, row, output, y) for its rows of x · weightsᵀ and 8
+// neighbouring outputs.
+template <int kMatrices, typename Finish>
+__device__ void multiply(const unsigned char* x, const unsigned char* ring, Barrier* full,
+                         Barrier* empty, Finish finish) {
+    const int group = threadIdx.x / 128, lane = threadIdx.x % kWarpSize;
+    const int row0 = threadIdx.x / kWarpSize * 16 + lane / 4;
+    const unsigned char* rows = x + group * 64 * kRowBytes;
+    Place<kSlabs> place;
+    for (int pass = 0; pass < kMatrices * kPasses; ++pass) {
+        float sum[kOutputs / 2];
+        for (int slab = 0; slab < D / kSlab; ++slab, place.advance()) {
+            const unsigned char* weights = ring + place.stage * kSlabBytes;
+            barrier_wait(full + place.stage, place.parity);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kSlab / 8; k += 2) {
+                wgmma<bf16, Major::K, Major::K>(
+                    sum, wgmma_operand(rows + (slab * (kSlab / 8) + k) * kXStride, kXStride, 128),
+                    wgmma_operand(weights + k * kOutputs * kRowBytes, kOutputs * kRowBytes, 128),
+                    slab + k > 0);
+            }
+            wgmma_commit();
+            wgmma_wait<1>();  // the slab before this one
+            if (slab > 0) release_weights(empty, (place.stage + kSlabs - 1) % kSlabs);
+        }
+        wgmma_wait<0>();
+        release_weights(empty, (place.stage + kSlabs - 1) % kSlabs);
+#pragma unroll
+        for (int i = 0; i < kOutputs / 32; ++i) {
+            const int output = pass % kPasses * kOutputs + 32 * i + lane % 4 * 8;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float y[8];
+                for (int c = 0; c < 8; ++c) y[c] = sum[4 * (4 * i + c / 2) + 2 * half + c % 2];
+                finish(pass / kPasses, row0 + 8 * half, output, y);
+            }
+        }
+    }
+}
+
+// Barriers of a GEMM's ring, ready for the whole cluster.
+__device__ void start_ring(Barrier* full, Barrier* empty) {
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < kSlabs; ++stage) {
+            barrier_init(full + stage, 1);
+            barrier_init(empty + stage, CLUSTER * kGemmWarps);
+        }
+        barrier_init_fence();
+    }
+    CLUSTER > 1 ? cluster_sync() : __syncthreads();
+}
+
+// projected (4, columns, D / 8, padded, 8) = q·log2(e)/√d, k, v (0 where masked) and σ(gate), and
+// key_mask (columns, padded, 8); a block takes kRows rows of one column, all outputs.
+__global__ void __launch_bounds__(kGemmThreads, D > 64 ? 2 : 3)
+    prologue_kernel(const bf16* msa, const bf16* mask, const bf16* layer_norm_weight,
+                    const bf16* layer_norm_bias, const bf16* packed, const bf16* gate_bias,
+                    bf16* projected, bf16* key_mask, int first_column, int columns, int S, int N) {
+    DYNAMIC_SHARED(unsigned char, x);
+    SHARED(Barrier, full, [kSlabs]);
+    SHARED(Barrier, empty, [kSlabs]);
+    SHARED(float, kept, [kRows]);
+    unsigned char* ring = x + D / 8 * kXStride;
+    const int padded = padded_rows(S), blocks = padded / kRows, local = blockIdx.x / blocks;
+    const int first = blockIdx.x % blocks * kRows, warp = threadIdx.x / kWarpSize;
+    const int64_t column = first_column + local, b = column / N, n = column % N;
+    start_ring(full, empty);
+    if (warp == kGemmWarps) {
+        if (threadIdx.x % kWarpSize == 0) {
+            load_weights(packed, ring, full, empty, 4 * kPasses * (D / kSlab));
+        }
+    } else {
+        if (threadIdx.x < kRows) {
+            const int s = first + threadIdx.x;
+            const float keep = s < S && __bfloat162float(mask[(b * S + s) * N + n]) != 0;
+            const uint32_t pair = pack_bf16(keep, keep);
+            kept[threadIdx.x] = keep;
+            store8(key_mask, int64_t(local) * padded + s, make_uint4(pair, pair, pair, pair));
+        }
+        const auto place = [](int row, int chunk) { return chunk * (kXStride / kRowBytes) + row; };
+        layer_norm<16, D, D>(msa + ((b * S + first) * N + n) * D, int64_t(N) * (D / 8), warp * 16,
+                             S - first, layer_norm_weight, layer_norm_bias,
+                             reinterpret_cast<bf16*>(x), place);
+        fence_async_proxy();
+        named_barrier(1, kGemmWarps * kWarpSize);
+        const float query_scale = kLog2E * rsqrtf(kChannels);
+        multiply<4>(x, ring, full, empty, [&](int matrix, int row, int output, float (&y)[8]) {
+            const int64_t piece = (int64_t(matrix) * columns + local) * (D / 8) + output / 8;
+            if (matrix == 3) {
+                float bias[8];
+                unpack(load8(gate_bias, output / 8), bias);
+                for (int c = 0; c < 8; ++c) y[c] = sigmoid(y[c] + bias[c]);
+                store8(projected, piece * padded + first + row, pack(y));
+            } else {
+                const float factor = matrix == 0 ? query_scale : matrix == 1 ? 1 : kept[row];
+                for (int c = 0; c < 8; ++c) y[c] *= factor;
+                store8(projected, piece * padded + first + row, pack(y));
+            }
+        });
+    }
+    if (CLUSTER > 1) cluster_sync();  // others may still copy into this block or arrive here
+}
+
+// out (B, S, N, D) = gated (columns, D / 8, padded, 8) · out_weight + out_bias
+__global__ void __launch_bounds__(kGemmThreads, D > 64 ? 2 : 3)
+    epilogue_kernel(const bf16* gated, const bf16* packed, const bf16* out_bias, bf16* out,
+                    int first_column, int S, int N) {
+    DYNAMIC_SHARED(unsigned char, x);
+    SHARED(Barrier, full, [kSlabs]);
+    SHARED(Barrier, empty, [kSlabs]);
+    SHARED(Barrier, x_full, [1]);
+    unsigned char* ring = x + D / 8 * kXStride;
+    const int padded = padded_rows(S), blocks = padded / kRows, local = blockIdx.x / blocks;
+    const int first = blockIdx.x % blocks * kRows, warp = threadIdx.x / kWarpSize;
+    const int64_t column = first_column + local, b = column / N, n = column % N;
+    if (threadIdx.x == 0) barrier_init(x_full, 1);
+    start_ring(full, empty);
+    if (warp == kGemmWarps) {
+        if (threadIdx.x % kWarpSize == 0) {
+            barrier_arrive_expect(x_full, kRows * D * sizeof(bf16));
+            for (int c = 0; c < D / 8; ++c) {
+                const int64_t from = (int64_t(local) * (D / 8) + c) * padded + first;
+                copy_bulk(x + c * kXStride, gated + from * 8, kRows * kRowBytes, x_full);
+            }
+            load_weights(packed, ring, full, empty, kPasses * (D / kSlab));
+        }
+    } else {
+        barrier_wait(x_full, 0);
+        multiply<1>(x, ring, full, empty, [&](int, int row, int output, float (&y)[8]) {
+            float bias[8];
+            unpack(load8(out_bias, output / 8), bias);
+            for (int c = 0; c < 8; ++c) y[c] += bias[c];
+            const int s = first + row;
+            if (s < S) store8(out, ((b * S + s) * N + n) * (D / 8) + output / 8, pack(y));
+        });
+    }
+    if (CLUSTER > 1) cluster_sync();
+}
