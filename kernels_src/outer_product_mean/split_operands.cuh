@@ -1,0 +1,208 @@
+// For stages 08 and 09: fp32 operands in two parts, and LayerNorm with both projections on them.
+//
+// An operand is big + small, two fp16 that hold 22 bits; of the four products of two operands three
+// are made, small · small is below fp32's own rounding. So that values neither overflow fp16 nor
+// fall into its subnormals, they are scaled by an exact power of two that their largest possible
+// magnitude, known from the weights alone, gives. In tensor cores' fragments g = lane / 4, t = lane
+// % 4 (see tensor_core.cuh). D and C are compile-time constants.
+#pragma once
+
+#include "tensor_core.cuh"
+
+#include <cuda_fp16.h>
+
+constexpr float kEpsilon = 1e-5f;
+constexpr int kHidden = 32;                                     // C, padded with zeros
+constexpr int kColumnTiles = kHidden / 8;                       // of h, or k, as mma has them
+constexpr int kSteps = ceil_div(D, 16);                         // of 16 d
+constexpr int kInputShift = D <= 64 ? 12 : D <= 256 ? 11 : 10;  // √D · 2^kInputShift ≤ 2^15
+static_assert(D <= 1024 && C <= kHidden);
+
+struct Projections {
+    uint4 weight[2][kColumnTiles][kSteps][kWarpSize];  // of proj_a and proj_b: mma's b, in order
+    float2 channel[2][kHidden];                        // a sum's factor, and what is added then
+    float bound[2][kColumnTiles];                      // of |a| and |b|
+};
+
+// x and y as big + small, to 22 bits
+__device__ void split(float x, float y, uint32_t& big, uint32_t& small) {
+    const __half2 high = __floats2half2_rn(x, y);
+    const float2 back = __half22float2(high);
+    const __half2 low = __floats2half2_rn(x - back.x, y - back.y);
+    memcpy(&big, &high, sizeof big);
+    memcpy(&small, &low, sizeof small);
+}
+
+// The power of two that takes values up to bound below 2^15; fp16 ends at 65,504.
+__device__ int shift_of(float bound) {
+    const int exponent = int(__float_as_uint(bound) >> 23) - 127;
+    return min(max(14 - exponent, -100), 100);
+}
+__device__ float power_of_two(int n) { return __uint_as_float(uint32_t(n + 127) << 23); }
+
+// The sum over the four lanes that share the rows of mma's operands and results.
+__device__ float quad_sum(float value) {
+    value += __shfl_xor_sync(kFullMask, value, 1);
+    return value + __shfl_xor_sync(kFullMask, value, 2);
+}
+
+// row[d], row[d + 1]; zeros from D on
+__device__ float2 load_pair(const float* row, int d) {
+    if (D % 2 == 0) return d < D ? *reinterpret_cast<const float2*>(row + d) : make_float2(0, 0);
+    return make_float2(d < D ? row[d] : 0, d + 1 < D ? row[d + 1] : 0);
+}
+
+// Channel of column n of a projection's tile: a lane's results, columns 2t and 2t+1 of four tiles,
+// are the 8 channels from 8t on.
+__device__ int channel_of(int tile, int n) { return n / 2 * 8 + tile * 2 + n % 2; }
+
+// LayerNorm's scale (or shift) for the d that a lane has in mma's b.
+struct Affine {
+    float2 scale[kSteps][2], shift[kSteps][2];
+};
+__device__ void load_affine(Affine& affine, const float* layer_norm_weight,
+                            const float* layer_norm_bias) {
+#pragma unroll
+    for (int at = 0; at < 2 * kSteps; ++at) {
+        const int d = at * 8 + threadIdx.x % 4 * 2;
+        affine.scale[at / 2][at % 2] = load_pair(layer_norm_weight, d);
+        affine.shift[at / 2][at % 2] = load_pair(layer_norm_bias, d);
+    }
+}
+
+// One tile of proj_a's or proj_b's weights, times LayerNorm's scale, as operands; one warp.
+// |a_h| ≤ √D ‖scale · weight_h‖ + |bias_h + Σ_d shift_d weight_hd| by Cauchy and Schwarz.
+__device__ void prepare_projection(Projections& projections, int matrix, int tile,
+                                   const float* weight, const float* bias, const Affine& affine) {
+    const int lane = threadIdx.x % kWarpSize, h = channel_of(tile, lane / 4);
+    float2 scaled[kSteps][2];
+    float squares = 0, constant = 0;
+#pragma unroll
+    for (int at = 0; at < 2 * kSteps; ++at) {
+        const int step = at / 2, half = at % 2;
+        const float2 w =
+            h < C ? load_pair(weight + h * D, at * 8 + lane % 4 * 2) : make_float2(0, 0);
+        const float2 scale = affine.scale[step][half], shift = affine.shift[step][half];
+        scaled[step][half] = make_float2(w.x * scale.x, w.y * scale.y);
+        squares += scaled[step][half].x * scaled[step][half].x;
+        squares += scaled[step][half].y * scaled[step][half].y;
+        constant += w.x * shift.x + w.y * shift.y;
+    }
+    const float norm = sqrtf(quad_sum(squares));
+    constant = quad_sum(constant) + (h < C ? bias[h] : 0);
+    const float factor = power_of_two(shift_of(norm));
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        uint32_t big[2], small[2];
+        for (int half = 0; half < 2; ++half) {
+            const float2 w = scaled[step][half];
+            split(w.x * factor, w.y * factor, big[half], small[half]);
+        }
+        projections.weight[matrix][tile][step][lane] =
+            make_uint4(big[0], big[1], small[0], small[1]);
+    }
+    const float bound = warp_max(norm * sqrtf(float(D)) + fabsf(constant));
+    if (lane % 4 == 0) {
+        const float back = power_of_two(-kInputShift - shift_of(norm));
+        projections.channel[matrix][h] = make_float2(back, constant);
+    }
+    if (lane == 0) projections.bound[matrix][tile] = bound;
+}
+
+__device__ int shift_of(const Projections& projections, int matrix) {
+    float bound = 0;
+    for (int tile = 0; tile < kColumnTiles; ++tile)
+        bound = fmaxf(bound, projections.bound[matrix][tile]);
+    return shift_of(bound);
+}
+
+// The part of a tile of 16 rows that the lane holds: row_of(half) of the batch, or -1
+template <typename RowOf>
+__device__ void load_tile(const float* msa, const float* mask, RowOf row_of,
+                          float (&x)[2][kSteps][4], float (&present)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int64_t row = row_of(half);
+        present[half] = row >= 0 ? mask[row] : 0;
+#pragma unroll
+        for (int step = 0; step < 2 * kSteps; ++step) {
+            const int d = step * 8 + threadIdx.x % 4 * 2;
+            const float2 pair = load_pair(msa + max(row, int64_t(0)) * D, d);
+            x[half][step / 2][step % 2 * 2] = pair.x;
+            x[half][step / 2][step % 2 * 2 + 1] = pair.y;
+        }
+    }
+}
+
+// x·2^kInputShift = (msa - mean) / σ of both rows of a tile that the lane shares; four lanes a row
+__device__ void normalize(float (&x)[2][kSteps][4]) {
+    const int first_d = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        float sum = 0, squares = 0;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            for (int e = 0; e < 4; ++e) sum += x[half][step][e];
+        }
+        const float mean = quad_sum(sum) / D;
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            for (int e = 0; e < 4; ++e) {
+                const int d = step * 16 + e / 2 * 8 + first_d + e % 2;
+                x[half][step][e] = d < D ? x[half][step][e] - mean : 0;
+                squares += x[half][step][e] * x[half][step][e];
+            }
+        }
+        const float scale = power_of_two(kInputShift) / sqrtf(quad_sum(squares) / D + kEpsilon);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            for (int e = 0; e < 4; ++e) x[half][step][e] *= scale;
+        }
+    }
+}
+
+// sums[matrix][tile] += x[tile] · projection for tiles of 16 rows, kMatrices of proj_a and proj_b;
+// the result's columns are those of channel_of.
+template <int kTiles, int kMatrices>
+__device__ void project(const Projections& projections, int first_matrix,
+                        const float (*x)[2][kSteps][4],
+                        float (&sums)[kMatrices][kTiles][kColumnTiles][4]) {
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        uint32_t big[kTiles][4], small[kTiles][4];
+        for (int tile = 0; tile < kTiles; ++tile) {
+            for (int e = 0; e < 4; ++e) {  // rows g, g+8, g, g+8; columns 2t, 2t+1 and 8 further on
+                const float* pair = &x[tile][e % 2][step][e / 2 * 2];
+                split(pair[0], pair[1], big[tile][e], small[tile][e]);
+            }
+        }
+#pragma unroll
+        for (int column = 0; column < kMatrices * kColumnTiles; ++column) {
+            const int matrix = column / kColumnTiles, at = column % kColumnTiles;
+            const uint4 w = projections.weight[first_matrix + matrix][at][step][lane];
+            const uint32_t weight_big[2] = {w.x, w.y}, weight_small[2] = {w.z, w.w};
+            for (int tile = 0; tile < kTiles; ++tile) {
+                mma_m16n8k16_fp16(sums[matrix][tile][at], big[tile], weight_small);
+                mma_m16n8k16_fp16(sums[matrix][tile][at], small[tile], weight_big);
+                mma_m16n8k16_fp16(sums[matrix][tile][at], big[tile], weight_big);
+            }
+        }
+    }
+}
+
+// The lane's 8 channels, from 8t on, of row g (half 0) or g + 8 of a tile, times mask and scale.
+__device__ void finish(const Projections& projections, int matrix,
+                       const float (&sums)[kColumnTiles][4], int half, float factor, uint32_t* big,
+                       uint32_t* small) {
+    const float2* channel = &projections.channel[matrix][threadIdx.x % 4 * 8];
+    uint32_t words[2][kColumnTiles];
+    for (int c = 0; c < kColumnTiles; ++c) {
+        const float2 first = channel[2 * c], second = channel[2 * c + 1];
+        split((sums[c][2 * half] * first.x + first.y) * factor,
+              (sums[c][2 * half + 1] * second.x + second.y) * factor, words[0][c], words[1][c]);
+    }
+    *reinterpret_cast<uint4*>(big) = make_uint4(words[0][0], words[0][1], words[0][2], words[0][3]);
+    *reinterpret_cast<uint4*>(small) =
+        make_uint4(words[1][0], words[1][1], words[1][2], words[1][3]);
+}
