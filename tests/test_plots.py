@@ -1,0 +1,205 @@
+"""Plots and README tables: made from the CSV alone, the same each time, and known to lag when they do."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import matplotlib
+import pandas as pd
+import pytest
+from matplotlib.text import Text
+from rows import CEILINGS, RUN, row
+
+from kernels_src import OPERATORS
+from workbench import plots, report, results, tables
+
+ATTENTION = OPERATORS["msa_column_attention"]
+OUTER = OPERATORS["outer_product_mean"]
+BASELINES = (
+    "eager",
+    "eager_graph",
+    "compile",
+    "compile_max_autotune",
+    "library_chain",
+    "library_chain_no_mask",
+)
+FP32, BF16 = ("01_slow", "02_fast"), ("03_bf16",)
+
+
+def rows_of(operator):
+    return [
+        row(operator, name, shape, dtype, max_error=float("nan") if "no_mask" in name else 1e-6)
+        for shape in ("seed", "af2")
+        for dtype, stages in (("fp32", FP32), ("bf16", BF16))
+        for name in BASELINES + stages
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Recorded results of three stages and all baselines at two shapes."""
+    folder = tmp_path / "nvidia-test-1"
+    results.store(folder, OUTER, rows_of(OUTER), RUN)
+    results.store_resources(
+        folder,
+        pd.DataFrame(
+            [
+                {
+                    "operator": OUTER.name,
+                    "stage": "01_slow",
+                    "shape": "seed",
+                    "kernel": "slow_kernel",
+                    "registers": 40,
+                    "shared_bytes": 4096,
+                    "spill_stores": 0,
+                }
+            ]  # fmt: skip
+        ),
+    )
+    return folder
+
+
+def texts(figure):
+    return [text.get_text() for text in figure.findobj(Text)]
+
+
+def test_times_show_every_row_with_its_spread_and_where_it_came_from(folder):
+    rows = results.load(folder, OUTER.name)
+    rows = rows[(rows["shape"] == "seed") & (rows.dtype == "fp32")]
+    figure = plots.time_by_stage(rows, "Title", plots.caption_of([RUN]))
+    shown = texts(figure)
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == [
+        "eager", "eager graph", "compile", "compile max autotune", "library chain",
+        "library chain (ignores the mask)", "01 slow", "02 fast",
+    ]  # fmt: skip
+    assert "NVIDIA Test 1 · 2026-01-02 · torch 2.11.0 · CUDA 13.0 · driver 1.2" in shown
+    for _, each in rows.iterrows():
+        assert plots.time_text(each.p50_us) in shown and plots.time_text(each.call_us) in shown
+    spreads = {tuple(line.get_xdata()) for line in figure.axes[0].lines}
+    assert {(each.p20_us, each.p80_us) for _, each in rows.iterrows()} <= spreads
+
+
+def test_text_in_a_plot_does_not_overlap():
+    """Values of different rows, titles and legends keep apart, as they would not with a careless layout."""
+    rows = pd.DataFrame(rows_of(ATTENTION))
+    for figure in (
+        plots.time_by_stage(rows[(rows["shape"] == "seed") & (rows.dtype == "fp32")], "Title", "caption"),
+        plots.by_shape(rows, ATTENTION, "caption"),
+        plots.error_by_precision(rows[rows["shape"] == "af2"], "Title", "caption"),
+    ):
+        with matplotlib.rc_context(plots.STYLE):
+            figure.draw_without_rendering()
+        boxes = [
+            (text.get_text(), text.get_window_extent().shrunk(0.8, 0.8))
+            for text in set(figure.findobj(Text)) - set(beyond_the_axes(figure))
+            if text.get_text() and text.get_visible()
+        ]
+        for place, (one, box) in enumerate(boxes):
+            for other, beside in boxes[place + 1 :]:
+                assert not box.overlaps(beside), (one, other)
+
+
+def beyond_the_axes(figure):
+    """Labels of ticks outside of an axis's limits, which are not drawn."""
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            for tick in axis.get_major_ticks() + axis.get_minor_ticks():
+                if not low <= tick.get_loc() <= high:
+                    yield from (tick.label1, tick.label2)
+
+
+def test_the_roofline_has_a_point_for_each_stage_below_the_ceilings(folder):
+    rows = results.load(folder, OUTER.name)
+    figure = plots.roofline(rows, OUTER, CEILINGS, "caption")
+    points = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 1]
+    assert len(points) == 2 * len(FP32 + BF16)
+    assert any("bf16: 750" in text for text in texts(figure))
+
+
+def test_the_same_results_give_the_same_bytes(folder, tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from workbench import plots, report
+folder, out = map(Path, sys.argv[1:])
+for path, draw in report.pictures(folder).items():
+    if "bf16" not in path.name and "af2" not in path.name:
+        plots.save(draw(), out / path.name, "source")
+"""
+    for name in ("one", "two"):
+        subprocess.run(
+            [sys.executable, "-c", code, folder, tmp_path / name], check=True, timeout=120, cwd=results.ROOT
+        )
+    drawn = sorted((tmp_path / "one").iterdir())
+    assert len(drawn) == 5
+    for path in drawn:
+        assert path.read_bytes() == (tmp_path / "two" / path.name).read_bytes()
+        ElementTree.parse(path)
+        assert "<dc:date>" not in path.read_text()
+
+
+README = """# Project
+<!-- results:nvidia-test-1 -->
+<!-- /results:nvidia-test-1 -->
+text
+<!-- results:nvidia-test-1/outer_product_mean -->
+old
+<!-- /results:nvidia-test-1/outer_product_mean -->
+<!-- results:nvidia-test-1/outer_product_mean/seed/fp32 -->
+<!-- /results:nvidia-test-1/outer_product_mean/seed/fp32 -->
+<!-- results:other/outer_product_mean -->
+<!-- /results:other/outer_product_mean -->
+"""
+
+
+def test_what_lags_the_csv_is_found_and_a_report_mends_it(folder):
+    root, readme = folder.parent, folder.parent / "README.md"
+    readme.write_text(README)
+    (folder / "superfluous.svg").write_text("<svg/>")
+    wanted = report.pictures(folder)
+    assert len(report.lagging(root, readme)) == len(wanted) + 2
+    report.write(root, readme)
+    assert report.lagging(root, readme) == []
+    assert sorted(folder.glob("*.svg")) == sorted(wanted)
+    before = readme.read_text()
+    report.write(root, readme)
+    assert readme.read_text() == before
+    results.store(folder, OUTER, [row(OUTER, "01_slow", p50_us=12345.0)], RUN)
+    assert len(report.lagging(root, readme)) == len(wanted) + 1
+    assert "12.3 ms" in tables.fill(before, root)
+
+
+def test_tables_say_the_fastest_and_what_ignores_the_mask(folder):
+    text = tables.fill(README, folder.parent)
+    rows = results.load(folder, OUTER.name)
+    best = rows[(rows["shape"] == "af2") & rows.stage.isin(FP32)].sort_values("p50_us").iloc[0]
+    [line] = re.findall(r"\| af2 +\| fp32 .*", text)
+    assert f"| `{best.stage}` " in line and plots.time_text(best.p50_us) in line
+    [ignoring] = re.findall(r".*`library_chain_no_mask`.*", text)
+    assert "ignores the mask" in ignoring
+    assert tables.NOTHING in text  # of a card that nothing was measured on
+
+
+def test_a_marker_that_cannot_be_filled_is_refused(folder):
+    with pytest.raises(ValueError, match="expected FOLDER"):
+        tables.part("nvidia-test-1/outer_product_mean/seed", folder.parent)
+    for text in ("<!-- results:a -->\n", "<!-- /results:a -->", "<!-- results:a -->\n<!-- /results:b -->"):
+        with pytest.raises(ValueError, match="has no"):
+            tables.fill(text, folder.parent)
+
+
+def test_nothing_committed_lags_the_recorded_results():
+    assert report.lagging() == [], "run `python -m workbench report`"
+
+
+def test_provenance_goes_into_the_file(folder, tmp_path):
+    rows = results.load(folder, OUTER.name)
+    figure = plots.error_by_precision(rows[rows["shape"] == "seed"], "Title", "caption")
+    for ending in (".svg", ".png"):
+        plots.save(figure, tmp_path / f"plot{ending}", "where it came from")
+        assert b"where it came from" in (tmp_path / f"plot{ending}").read_bytes()

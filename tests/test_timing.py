@@ -1,0 +1,123 @@
+"""Timing: who is called when, what becomes of the samples, and what the ceilings mean."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from kernels_src import OPERATORS
+from workbench import roofline, timing
+from workbench.baselines import library_chains
+from workbench.roofline import Bound, Ceilings, bound, intensity, work
+from workbench.timing import Candidate, compare, percentiles
+
+ATTENTION = OPERATORS["msa_column_attention"]
+OUTER = OPERATORS["outer_product_mean"]
+CEILINGS = Ceilings(4000, 50, 400, 750, 3.5e6)
+
+
+def sleeping(seconds, log, name):
+    def call(x):
+        log.append(name)
+        time.sleep(seconds)
+        return x + 1
+
+    return Candidate(name, call)
+
+
+def test_candidates_take_turns_and_the_slow_one_is_slower(monkeypatch):
+    monkeypatch.setattr(timing, "SAMPLES", (5, 8))
+    log = []
+    inputs = [(torch.zeros(3),), (torch.ones(3),)]
+    candidates = [sleeping(0.004, log, "slow"), sleeping(0.001, log, "fast")]
+    taken = compare(candidates, inputs, in_graph=False)
+    assert 1000 < taken["fast"].p20_us <= taken["fast"].p50_us <= taken["fast"].p80_us < 4000
+    assert min(taken["slow"].p50_us, taken["slow"].call_us) > 4000
+    assert torch.equal(taken["fast"].outputs[1], inputs[1][0] + 1)  # one output for each set of inputs
+    turns = "".join(name[0] for name in log)
+    assert "ssff" * 8 in turns  # a sample of each in turn, over both sets of inputs
+
+
+def test_slow_calls_are_sampled_less_often():
+    assert timing._samples_for(1.0) == timing.SAMPLES[1]
+    assert timing._samples_for(1e5) == 10
+    assert timing._samples_for(1e9) == timing.SAMPLES[0]
+
+
+def test_percentiles():
+    assert percentiles([float(n) for n in range(101)]) == pytest.approx((20, 50, 80))
+    assert percentiles([3.0]) == (3, 3, 3)
+
+
+def test_the_bound_is_what_takes_longest():
+    shape = ATTENTION.shapes["extra"]  # S 1024, d 8
+    parts = bound(ATTENTION, shape, "bf16", CEILINGS)
+    operations, exponentials = work(ATTENTION, shape)
+    assert exponentials > 1024 * 1024 * 384 * 8  # a softmax over S for each of S·N·H, and the gate
+    assert parts.exponential_us == pytest.approx(exponentials / 3.5e6)
+    assert parts.matrix_us == pytest.approx(operations / 750e6)
+    assert parts.memory_us == pytest.approx(ATTENTION.least_bytes(shape, 2) / 4e6)
+    assert parts.us == parts.exponential_us
+    assert Bound(3, 2, 1).us == 3
+
+
+def test_fp32_may_use_tensor_cores_on_split_operands():
+    assert CEILINGS.matrix_tflops("fp32") == pytest.approx(400 / 3)
+    assert Ceilings(4000, 50, 100, 750, 1).matrix_tflops("fp32") == 50
+
+
+def test_intensity_doubles_with_half_the_bytes():
+    shape = OUTER.shapes["af2"]
+    assert intensity(OUTER, shape, "bf16") == pytest.approx(2 * intensity(OUTER, shape, "fp32"))
+
+
+def test_ceilings_need_a_gpu():
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="GPU"):
+            roofline.measure_ceilings()
+
+
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))
+@pytest.mark.parametrize("shape", ["seed", "odd"])
+def test_library_chains_compute_the_operator(operator, shape, seed, monkeypatch):
+    from kernels_src.msa_column_attention import library_chain as attention
+    from kernels_src.outer_product_mean import library_chain as outer
+
+    monkeypatch.setattr(outer, "MOST_ELEMENTS", 2**14)  # so that it works some residues at a time
+    plain = {"optimize": lambda function: function}  # compiling takes a minute and is PyTorch's to test
+    chains = {
+        attention.scaled_dot_product: lambda module: attention.chain(
+            module, attention.scaled_dot_product, **plain
+        ),
+        attention.flex: lambda module: attention.flex_chain(module, **plain),
+        outer.chain: lambda module: outer.chain(module, **plain),
+    }
+    module = operator.module(operator.shapes[shape], seed)
+    msa, mask = operator.inputs(operator.shapes[shape], seed)
+    mine = [outer.chain] if operator is OUTER else [attention.scaled_dot_product, attention.flex]
+    for name in mine:
+        torch.testing.assert_close(chains[name](module)(msa, mask), module(msa, mask), atol=1e-5, rtol=1e-4)
+
+
+def test_every_operator_has_a_library_chain():
+    for operator in OPERATORS.values():
+        assert "library_chain" in library_chains(operator)
+
+
+@pytest.mark.gpu
+def test_a_graph_and_calls_time_the_same_kernel_alike():
+    x = torch.randn(4096, 4096, device="cuda")
+    candidate = [Candidate("product", lambda y: y @ y)]
+    graph, direct = (compare(candidate, [(x,)], in_graph=flag)["product"] for flag in (True, False))
+    assert graph.p50_us == pytest.approx(direct.p50_us, rel=0.2)
+    torch.testing.assert_close(graph.outputs[0], direct.outputs[0])
+    assert graph.peak_mib == pytest.approx(64, rel=0.3)
+
+
+@pytest.mark.gpu
+def test_ceilings_of_this_card_are_plausible():
+    ceilings = roofline.measure_ceilings()
+    assert all(value > 0 for value in ceilings)
+    assert ceilings.bf16_tflops > ceilings.tf32_tflops > ceilings.fp32_tflops

@@ -1,0 +1,72 @@
+"""Views: diffs, highlighted source, and what SASS is counted as."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import replace
+
+from kernels_src import OPERATORS
+from workbench import views
+
+OUTER = OPERATORS["outer_product_mean"]
+FIRST, SECOND = OUTER.stages[:2]
+
+
+def text_of(markup):
+    """What a browser would show of the rows of a table, a line for each row."""
+    rows = re.findall(r"<tr>(.*?)</tr>", markup, re.DOTALL)
+    return [html.unescape(re.sub(r"<[^>]+>", "", row)) for row in rows]
+
+
+def test_the_diff_turns_one_source_into_the_other():
+    changed = FIRST.variant(FIRST.code.replace("cudaStream_t stream", "cudaStream_t other"), "changed")
+    lines = views.diff(FIRST, changed).splitlines()
+    assert lines[:2] == [f"--- {FIRST.name}", "+++ changed"]
+    added = [line[1:] for line in lines[2:] if line.startswith("+")]
+    assert added and all("cudaStream_t other" in line for line in added)
+    assert views.diff(FIRST, FIRST) == ""
+
+
+def test_side_by_side_shows_both_sources_with_line_numbers():
+    markup = views.diff_html(FIRST, SECOND)
+    shown = "".join(text_of(markup)).replace("\xa0", " ")
+    for stage in (FIRST, SECOND):
+        title = stage.code.splitlines()[0]
+        assert title in shown
+    assert markup.count('class="old"') and markup.count('class="new"')
+    assert "the same source" in views.diff_html(FIRST, FIRST)
+
+
+def test_source_is_escaped_and_highlighted_line_by_line():
+    stage = replace(FIRST, text='// a < b\n\nint f() { return "<script>"[0] & 1; }\n/* two\nlines */\n')
+    markup = views.source_html(stage)
+    assert "<script>" not in markup
+    assert text_of(markup) == [
+        "1// a < b", "2\xa0", '3int f() { return "<script>"[0] & 1; }', "4/* two", "5lines */"
+    ]  # fmt: skip
+    assert '<span class="kt">int</span>' in markup
+
+
+SASS = """
+        Function : first_kernel
+    .headerflags    @"EF_CUDA_TEXMODE_UNIFIED"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;      /* 0x00000a00ff017b82 */
+        /*0010*/              @!P0 LDG.E.128.CONSTANT R4, [R2.64] ;
+        /*0020*/                   LDG.E.64 R8, [R2.64] ;
+        /*0030*/                   HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
+        /*0040*/              @UP1 HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0050*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0060*/                   STL [R1+0x4], R3 ;
+        /*0070*/               @P0 BRA `(.L_x_1) ;
+        Function : second_kernel
+        /*0000*/                   LDS.128 R4, [R5] ;
+        /*0010*/                   EXIT ;
+"""
+
+
+def test_instructions_are_counted_by_family():
+    table = views.sass_summary(SASS).set_index("kernel")
+    assert list(table.columns) == ["HGMMA", "HMMA", "LDG.128", "LDG", "LDS", "BAR", "local", "all"]
+    assert table.loc["first_kernel"].tolist() == [1, 1, 1, 1, 0, 1, 1, 8]
+    assert table.loc["second_kernel"].tolist() == [0, 0, 0, 0, 1, 0, 0, 2]

@@ -1,0 +1,218 @@
+"""Check a stage: its output against the answer, and what a right output alone does not show.
+
+A stage passes a case when its output has the right shape and dtype, is NaN exactly where the answer is,
+and is within the precision's limit (`problem.LIMITS`); when memory that it failed to write would have shown
+as NaN; when a second call, on the CPU with another order of threads, gives the same bits in other memory;
+and when its inputs are as they were.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import jit_loader
+from kernels_src.operator import Operator, Stage
+from workbench.problem import CASES, Problem, exact_float32, largest, pose
+
+Call = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+class Check(NamedTuple):
+    """How one stage did in one case."""
+
+    operator: str
+    stage: str
+    shape: str
+    case: str
+    seed: int
+    max_abs_error: float  # against float64
+    max_rel_error: float  # relative to the answer, or to its root mean square where the answer is smaller
+    eager_error: float  # the largest absolute error of eager PyTorch
+    tolerance: float  # the largest absolute error that would have passed
+    passed: bool
+    message: str  # why it failed; empty when it passed
+
+
+def default_device() -> str:
+    """`cuda` where there is a GPU, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def check(
+    operator: Operator,
+    stage: Stage,
+    shape: str = "seed",
+    *,
+    device: str | None = None,
+    seed: int = 0,
+    cases: Iterable[str] = CASES,
+) -> list[Check]:
+    """Check a stage at one of its operator's named shapes, case by case.
+
+    Raises what the stage raises: ValueError where it does not support the shape or the device.
+    """
+    sizes = operator.shapes[shape]
+    device = device or default_device()
+    posed = (
+        pose(operator, sizes, case, precision=stage.precision, device=device, seed=seed) for case in cases
+    )
+    return [check_problem(stage, problem, shape) for problem in posed]
+
+
+def check_problem(stage: Stage, problem: Problem, shape: str | None = None) -> Check:
+    """Check a stage on inputs with a known answer; `shape` is the name to report the shape by."""
+    first, problems = _calls(stage, problem)
+    judgement = judge(first, problem)
+    problems = [problem for problem in (judgement.message, *problems) if problem]
+    return Check(
+        problem.operator.name,
+        stage.name,
+        shape or "x".join(map(str, problem.shape)),
+        problem.case,
+        problem.seed,
+        judgement.max_abs_error,
+        judgement.max_rel_error,
+        problem.eager_error,
+        problem.tolerance,
+        not problems,
+        "; ".join(problems),
+    )
+
+
+class Judgement(NamedTuple):
+    """An output against the answer."""
+
+    max_abs_error: float
+    max_rel_error: float
+    message: str  # what is wrong with it, or empty
+
+
+def judge(output: Tensor, problem: Problem) -> Judgement:
+    """Compare an output with the answer."""
+    answer = problem.answer
+    expected = _whole_shape(problem)
+    if output.shape != expected or output.dtype != problem.msa.dtype:
+        got = f"{output.dtype} {tuple(output.shape)}"
+        return _nothing(f"expected {problem.msa.dtype} {tuple(expected)}, got {got}")
+    known = problem.known(output)
+    wrong = (known.isnan() != answer.isnan()).sum().item()
+    if wrong:
+        return _nothing(
+            f"{wrong} of {answer.numel()} elements are NaN where the answer is not, or the reverse"
+        )
+    if _no_column_is_masked(problem.mask) and output.isnan().any():
+        return _nothing(f"{output.isnan().sum().item()} elements are NaN")
+    error = (known - answer).abs()
+    error[answer.isnan()] = 0
+    size = answer.nan_to_num().abs()
+    relative = error / size.clamp(min=size.square().mean().sqrt().item() or 1)
+    return Judgement(largest(error), largest(relative), _excess(error, problem))
+
+
+def _excess(error: Tensor, problem: Problem) -> str:
+    """What is too large about an error, or nothing. Written so that a NaN is too large."""
+    limit, worst = problem.limit, error.max().item()
+    if not worst <= problem.tolerance:
+        return (
+            f"error {worst:.2e} at {_index_of(error)} exceeds {problem.tolerance:.2e}: "
+            f"{limit.factor:g} times eager PyTorch's {problem.eager_error:.2e}"
+        )
+    # Where large logits make eager itself miss the plain limit, only the comparison with eager counts.
+    if problem.eager_is_close and not bool((error <= limit.allowed(problem.answer)).all()):
+        plain = f"{limit.absolute:g} + {limit.relative:g}·|answer|"
+        return f"error {worst:.2e}, the largest at {_index_of(error)}, exceeds {plain}"
+    return ""
+
+
+def _nothing(message: str) -> Judgement:
+    return Judgement(float("nan"), float("nan"), message)
+
+
+def _index_of(error: Tensor) -> tuple[int, ...]:
+    """Where the largest error is, as an index into the part with a known answer."""
+    return tuple(index.item() for index in torch.unravel_index(error.argmax(), error.shape))
+
+
+def _whole_shape(problem: Problem) -> torch.Size:
+    """The output's shape; the answer may be that of some residues only."""
+    sizes = list(problem.answer.shape)
+    for axis in problem.operator.residue_axes:
+        sizes[axis] = problem.msa.shape[2]
+    return torch.Size(sizes)
+
+
+def _no_column_is_masked(mask: Tensor) -> bool:
+    """Whether each residue is present in some row, so that no operator has a reason to give NaN."""
+    return bool((mask != 0).any(1).all())
+
+
+def _calls(stage: Stage, problem: Problem) -> tuple[Tensor, list[str]]:
+    """The first call's output, and what comparing it with further calls and with the inputs brings up."""
+    inputs = {"msa": problem.msa, "mask": problem.mask, **dict(problem.module.named_parameters())}
+    copies = {name: tensor.clone() for name, tensor in inputs.items()}
+    run = _run_on_cpu if problem.msa.device.type == "cpu" else _run_on_cuda
+    outputs = run(stage, problem)
+    found = [f"{name} was modified" for name, copy in copies.items() if not same_bits(copy, inputs[name])]
+    names = list(outputs)
+    for name in names[1:]:
+        if not same_bits(outputs[names[0]], outputs[name]):
+            found.append(f"{name} and {names[0]} give different results")
+        elif outputs[names[0]].data_ptr() == outputs[name].data_ptr():
+            found.append(f"{name} and {names[0]} return the same memory")
+    return outputs[names[0]], found
+
+
+def _run_on_cpu(stage: Stage, problem: Problem) -> dict[str, Tensor]:
+    """One output for each order in which the CPU runs the threads of a block."""
+    orders = {"threads in order": "forward", "in reverse": "reverse", f"shuffled by {problem.seed}": "random"}
+    outputs = {}
+    for name, order in orders.items():
+        with jit_loader.cpu_schedule(order, seed=problem.seed):
+            outputs[name] = _call(stage, problem)
+    return outputs
+
+
+def _run_on_cuda(stage: Stage, problem: Problem) -> dict[str, Tensor]:
+    """The outputs of two calls: a race or an uninitialised read rarely falls out alike twice."""
+    outputs = {name: _call(stage, problem) for name in ("the first call", "the second call")}
+    torch.cuda.synchronize()
+    return outputs
+
+
+def _call(stage: Stage, problem: Problem) -> Tensor:
+    with poisoned_memory(), exact_float32():
+        return stage(problem.module, problem.msa, problem.mask)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Memory from torch.empty starts as NaN (integers: the largest), so that what is left unwritten shows."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*determinis")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(enabled, warn_only=only_warns)
+            torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree in every bit; one NaN is as good as another."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    same = (a.contiguous().view(integer) == b.contiguous().view(integer)) | (a.isnan() & b.isnan())
+    return bool(same.all())

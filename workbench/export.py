@@ -1,0 +1,279 @@
+"""One self-contained file of a stage, as harnesses that compare kernels take it.
+
+The file has the CUDA source as a string, with the project's headers in it, compiled by torch's load_inline;
+the reference as `Model`, the stage as `ModelNew`, `get_inputs` and `get_init_inputs`. It needs torch, nvcc and
+a GPU, and nothing of this project.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+import jit_loader
+from kernels_src.operator import Operator, Stage
+from workbench.results import ROOT
+
+INCLUDE = re.compile(r'^#include "([^"]+)"$')
+
+TEMPLATE = '''\
+"""{title}, stage {stage}: {stage_title}
+
+Made by `python -m workbench export {operator}/{number}` for the shape {shape}.
+`Model` is the reference in PyTorch, `ModelNew` computes the same in CUDA; both take msa (B,S,N,D) and mask (B,S,N).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+{imports}
+from torch.utils.cpp_extension import load_inline
+
+SOURCE = r"""{source}"""
+
+FLAGS = ["-O3", "-std=c++17", "--expt-relaxed-constexpr"]
+DEFINES = {defines}  # the sizes that the source is compiled for
+SIGNATURES = {signatures}
+DTYPE = {dtype}
+
+
+{reference}
+
+
+class Model({reference_name}):
+    """The reference, with parameters of DTYPE."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.to(DTYPE)
+
+
+class Kernels:
+    """The compiled source: each exported function takes tensors and numbers, and runs on the current stream."""
+
+    def __init__(self):
+        major, minor = torch.cuda.get_device_capability()
+        arch = f"{{major}}{{minor}}" + ("a" if major >= 9 else "")
+        flags = [*FLAGS, f"-gencode=arch=compute_{{arch}},code=sm_{{arch}}"]
+        path = load_inline(
+            "{module_name}",
+            cpp_sources="",
+            cuda_sources=SOURCE,
+            extra_cuda_cflags=flags + [f"-D{{name}}={{value}}" for name, value in DEFINES.items()],
+            extra_ldflags=["-lcudart"],
+            no_implicit_headers=True,
+            is_python_module=False,
+        )
+        library = ctypes.CDLL(path)
+        self.error_text = library.kernel_error_text
+        self.error_text.restype = ctypes.c_char_p
+        for name, types in SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = [getattr(ctypes, each) for each in types]
+            setattr(self, name, functools.partial(self.call, name, function))
+
+    def call(self, name, function, *arguments):
+        tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+        if not all(each.is_contiguous() and each.is_cuda for each in tensors):
+            raise ValueError(f"{{name}}: needs contiguous CUDA tensors")
+        values = [each.data_ptr() if isinstance(each, torch.Tensor) else each for each in arguments]
+        with torch.cuda.device(tensors[0].device):
+            error = function(*values, torch.cuda.current_stream().cuda_stream)
+        if error:
+            raise RuntimeError(f"{{name}}: {{self.error_text(error).decode()}}")
+
+
+kernels = functools.cache(Kernels)  # compiled at the first call
+
+{functions}
+
+
+class ModelNew(Model):
+    """The same parameters and result, computed by the stage."""
+
+    def forward(self, msa, mask):
+        if msa.dtype != DTYPE{shape_check}:
+            got = f"{{msa.dtype}} {{tuple(msa.shape)}}"
+            raise ValueError(f"msa: made for {{DTYPE}}{shape_text}, got {{got}}")
+        with torch.no_grad():
+            return {run}(kernels(), self, msa, mask)
+
+
+def get_inputs():
+    """Random msa and a mask of 0 and 1 with zeros anywhere."""
+    msa = torch.randn({msa_shape}, dtype=DTYPE)
+    mask = (torch.rand({msa_shape}[:-1]) < 0.85).to(DTYPE)
+    mask[:, 0] = 1
+    return [msa, mask]
+
+
+def get_init_inputs():
+    """The arguments that both models are built with."""
+    return {init_arguments}
+'''
+
+
+def export(operator: Operator, stage: Stage, path: Path, shape: str | None = None) -> None:
+    """Write the file of a stage for a named shape; None: the first that the stage supports.
+
+    Raises ValueError where the stage does not support the shape, KeyError where there is no such shape.
+    """
+    if shape is None:
+        shape = next(name for name, sizes in operator.shapes.items() if not stage.unsupported(sizes))
+    path.write_text(self_contained(operator, stage, operator.shapes[shape]))
+
+
+def self_contained(operator: Operator, stage: Stage, shape: Any) -> str:
+    """The file's text."""
+    reason = stage.unsupported(shape)
+    if reason:
+        raise ValueError(f"stage {stage.name} does not support {shape}: {reason}")
+    defines = dict(stage.constants(shape))
+    functions = _Functions(operator)
+    run = functions.add(stage.run)
+    functions.add_globals_of(operator.reference)
+    msa_shape = tuple(shape[:4])
+    return TEMPLATE.format(
+        title=operator.title,
+        stage=stage.name,
+        stage_title=stage.title,
+        operator=operator.name,
+        number=stage.number,
+        shape=shape,
+        imports="\n".join(sorted(functions.imports)),
+        source=_escaped(inline_headers(stage.code, stage.source.parent)),
+        defines=defines,
+        signatures=_signatures(stage, shape),
+        dtype=stage.dtype,
+        reference=inspect.getsource(operator.reference).strip(),
+        reference_name=operator.reference.__name__,
+        module_name=f"{operator.name}_{stage.number}",
+        functions="\n\n".join(functions.texts.values()),
+        shape_check=f" or tuple(msa.shape) != {msa_shape}" if defines else "",
+        shape_text=f" {msa_shape}" if defines else "",
+        run=run,
+        msa_shape=msa_shape,
+        init_arguments=_init_arguments(operator, shape),
+    )
+
+
+def inline_headers(code: str, folder: Path, seen: set[Path] | None = None) -> str:
+    """A source with the project's own headers in place of their #include, each once.
+
+    What is for the CPU alone is left out: the branch that would include it stops the compiler.
+    """
+    seen = set() if seen is None else seen
+    lines = []
+    for line in code.splitlines():
+        match = INCLUDE.match(line)
+        if not match:
+            lines += [] if line == "#pragma once" else [line]
+            continue
+        header = next(
+            (at for at in (folder / match[1], ROOT / "kernels_src" / match[1]) if at.exists()), None
+        )
+        if header is None:
+            lines.append(line)
+        elif header.parent.name == "cpu":
+            lines.append('#error "this file is for nvcc"')
+        elif header.resolve() not in seen:
+            seen.add(header.resolve())
+            lines.append(inline_headers(header.read_text(), header.parent, seen))
+    return "\n".join(lines)
+
+
+class _Functions:
+    """Python functions of the project as text, with all that they use, in an order in which they can run."""
+
+    def __init__(self, operator: Operator):
+        self.reference = operator.reference
+        self.imports = {"import torch"}
+        self.texts: dict[str, str] = {}
+
+    def add(self, function: FunctionType) -> str:
+        """Add a function, after what it uses. Returns its name in the file."""
+        name = function.__name__
+        if name == "<lambda>":
+            raise ValueError(f"export: {function} is a lambda; a stage's run must be a function with a name")
+        if name in self.texts:
+            return name
+        self.texts[name] = ""  # stops a function that calls itself from being added for ever
+        for used, value in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._add_value(used, value.cell_contents)
+        self._add_names(function.__code__, function.__globals__)
+        del self.texts[name]
+        self.texts[name] = "\n" + textwrap.dedent(inspect.getsource(function)).strip()
+        return name
+
+    def add_globals_of(self, cls: type) -> None:
+        """Add what the methods of a class use."""
+        for method in vars(cls).values():
+            if isinstance(method, FunctionType):
+                self._add_names(method.__code__, method.__globals__)
+
+    def _add_names(self, code: Any, names: dict[str, Any]) -> None:
+        for name in code.co_names:
+            if name in names:
+                self._add_value(name, names[name])
+        for constant in code.co_consts:
+            if inspect.iscode(constant):
+                self._add_names(constant, names)
+
+    def _add_value(self, name: str, value: Any) -> None:
+        if value is self.reference:
+            return
+        if isinstance(value, ModuleType):
+            self.imports.add(
+                f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
+            )
+        elif isinstance(value, FunctionType) and _is_ours(value):
+            added = self.add(value)
+            if added != name:
+                self.texts[name] = f"{name} = {added}"
+        elif isinstance(value, (type, Callable)):
+            self.imports.add(f"from {value.__module__} import {value.__name__} as {name}")
+        elif isinstance(value, torch.dtype | bool | int | float | str | tuple | None):
+            self.texts[name] = f"{name} = {value!r}"
+        else:
+            raise ValueError(f"export: {name} is a {type(value).__name__}, which cannot be written to a file")
+
+
+def _is_ours(function: FunctionType) -> bool:
+    return function.__module__.startswith("kernels_src") or function.__module__ == "__main__"
+
+
+def _signatures(stage: Stage, shape: Any) -> dict[str, list[str]]:
+    """ctypes of the parameters of each exported function, the stream included."""
+    raise NotImplementedError
+
+
+def _escaped(source: str) -> str:
+    """A source as the inside of a raw string with triple quotes."""
+    if '"""' in source or source.endswith("\\"):
+        raise ValueError("export: the source has three double quotes in a row, or ends with a backslash")
+    return source
+
+
+def _init_arguments(operator: Operator, shape: Any) -> list[Any]:
+    """The arguments that the operator's `build` gives to the reference."""
+    seen: list[Any] = []
+    original = operator.reference.__init__
+
+    def record(self: Any, *arguments: Any) -> None:
+        seen[:] = arguments
+        original(self, *arguments)
+
+    operator.reference.__init__ = record
+    try:
+        operator.build(shape)
+    finally:
+        operator.reference.__init__ = original
+    return seen

@@ -1,0 +1,194 @@
+"""Inputs with the known answer: what a stage is checked against.
+
+The answer is the reference's, in float64, on inputs and parameters of the precision under test. Eager
+PyTorch's own error against it is the yardstick for how much error a stage may have.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from kernels_src.operator import Operator, Precision
+
+CASES = {
+    "random": "msa and mask random, row 0 kept",
+    "masked": "half of the mask zero, anywhere; a boolean mask",
+    "masked column": "one column masked throughout; a mask of integers",
+    "large": "a LayerNorm scale 16 times as large, so that logits reach hundreds",
+}
+LARGE = 16
+MANY_OPERATIONS = 10**12  # beyond this the answer is known for some residues only
+SOME_RESIDUES = 64
+
+
+class Limit(NamedTuple):
+    """How far from the answer an output of some precision may be."""
+
+    absolute: float  # an element may be off by absolute + relative · |answer| …
+    relative: float
+    eager: torch.dtype  # … and the largest error at most `factor` times eager PyTorch's in this dtype
+    factor: float
+    floor: float  # eager's error counts as at least this part of the largest answer
+
+    def allowed(self, answer: Tensor) -> Tensor:
+        """How far each element may be from its answer; an answer of NaN counts as 0."""
+        return self.absolute + self.relative * answer.nan_to_num().abs()
+
+
+LIMITS: dict[Precision, Limit] = {
+    "fp32": Limit(1e-4, 1e-4, torch.float32, 4, 1e-6),
+    "tf32": Limit(1e-2, 1e-2, torch.bfloat16, 1, 1e-3),
+    "bf16": Limit(1e-2, 1e-2, torch.bfloat16, 2, 4e-3),  # the floor is half a unit in the last place
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One case's inputs with the answer, all on one device."""
+
+    operator: Operator
+    shape: Any
+    case: str
+    precision: Precision
+    seed: int
+    module: nn.Module
+    msa: Tensor
+    mask: Tensor
+    residues: Tensor | None  # those whose answer is known; None: all
+    answer: Tensor  # float64
+    eager_error: float  # the largest of eager PyTorch in the limit's dtype
+    eager_is_close: bool  # whether each of its elements is within absolute + relative · |answer|
+
+    @property
+    def limit(self) -> Limit:
+        """How far from the answer an output may be."""
+        return LIMITS[self.precision]
+
+    @property
+    def tolerance(self) -> float:
+        """The largest error that an output may have anywhere."""
+        return self.limit.factor * max(self.eager_error, self.limit.floor * largest(self.answer))
+
+    def known(self, output: Tensor) -> Tensor:
+        """The part of an output that has a known answer, in float64."""
+        return _take(output, self.residues, self.operator.residue_axes).double()
+
+
+def pose(
+    operator: Operator,
+    shape: Any,
+    case: str = "random",
+    *,
+    precision: Precision = "fp32",
+    device: str = "cpu",
+    seed: int = 0,
+    module: nn.Module | None = None,
+) -> Problem:
+    """Make a case's inputs and find its answer. Raises KeyError for a case that does not exist.
+
+    `module` has the parameters to use, on the device and in the precision; None: random ones. Where the
+    device's memory or MANY_OPERATIONS forbid the whole answer, it is found for random residues.
+    """
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    module = module or operator.module(shape, seed, device=device, dtype=dtype)
+    msa, mask = operator.inputs(shape, seed, device=device, dtype=dtype)
+    generator = torch.Generator().manual_seed(seed)
+    mask = _mask(case, mask, generator)
+    if case == "large":
+        module = copy.deepcopy(module)
+        if hasattr(module, "layer_norm"):
+            module.layer_norm.weight.data *= LARGE
+        else:
+            msa = LARGE * msa
+    limit = LIMITS[precision]
+    residues = _residues_to_know(operator, shape, mask, generator)
+    while True:
+        some = _take(msa, residues, (2,)), _take(mask, residues, (2,))
+        try:
+            answer = reference_output(module, *some, torch.float64)
+            eager = reference_output(module, *some, limit.eager)
+            break
+        except torch.OutOfMemoryError:
+            count = shape.N if residues is None else len(residues)
+            if count == 1 or not operator.residue_axes:
+                raise
+            residues = _random_residues(mask, count // 2, generator)
+            torch.cuda.empty_cache()
+    error = (eager.double() - answer).abs().nan_to_num(nan=0.0, posinf=float("inf"))
+    is_close = bool((error <= limit.allowed(answer)).all())
+    return Problem(
+        operator, shape, case, precision, seed, module, msa, mask, residues, answer, largest(error), is_close
+    )
+
+
+def reference_output(module: nn.Module, msa: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reference's output with parameters and msa cast to a dtype, and no TF32."""
+    parameters = {name: tensor.to(dtype) for name, tensor in module.state_dict().items()}
+    with torch.no_grad(), exact_float32():
+        return torch.func.functional_call(module, parameters, (msa.to(dtype), mask))
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """Matrix products of float32 are computed in float32, not in TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def largest(x: Tensor) -> float:
+    """The largest magnitude of the elements that are not NaN; 0 when there is none."""
+    return x.abs().nan_to_num(nan=0.0, posinf=float("inf")).max().item()
+
+
+def _mask(case: str, mask: Tensor, generator: torch.Generator) -> Tensor:
+    cases: dict[str, Callable[[], Tensor]] = {
+        "random": lambda: mask,
+        "large": lambda: mask,
+        "masked": lambda: (torch.rand(mask.shape, generator=generator) < 0.5).to(mask.device),
+        "masked column": lambda: _without_column(mask, generator),
+    }
+    return cases[case]()
+
+
+def _without_column(mask: Tensor, generator: torch.Generator) -> Tensor:
+    """The mask as integers, with every row of one random residue masked."""
+    mask = mask.to(torch.int32)
+    mask[-1, :, torch.randint(mask.shape[2], (), generator=generator)] = 0
+    return mask
+
+
+def _residues_to_know(
+    operator: Operator, shape: Any, mask: Tensor, generator: torch.Generator
+) -> Tensor | None:
+    operations = sum(cost.matrix_operations for cost in operator.costs(shape).values())
+    if operations <= MANY_OPERATIONS or not operator.residue_axes:
+        return None
+    return _random_residues(mask, min(SOME_RESIDUES, shape.N), generator)
+
+
+def _random_residues(mask: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """Indices of random residues; those masked throughout come first, since their answer is special."""
+    kept = (mask != 0).any(1).all(0).cpu()  # (N,): not masked throughout in any batch
+    order = torch.randperm(len(kept), generator=generator)
+    order = order[kept[order].int().argsort(stable=True)]
+    return order[:count].sort().values.to(mask.device)
+
+
+def _take(x: Tensor, residues: Tensor | None, axes: tuple[int, ...]) -> Tensor:
+    """Some residues of a tensor whose `axes` run over residues."""
+    if residues is None:
+        return x
+    for axis in axes:
+        x = x.index_select(axis, residues)
+    return x

@@ -1,0 +1,167 @@
+"""Results: what stages measured, as rows of a CSV with the circumstances of each row beside it.
+
+`results/<gpu>/<operator>.csv` has one row a stage (or baseline), shape and dtype. `run.json` lists the runs
+that the rows came from: card, versions, clocks, commit, date, command and measured ceilings, and the rows
+that each run contributed. Measuring a stage again replaces its rows and no others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kernels_src.operator import Operator
+from workbench.baselines import BASELINES
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+COLUMNS = (
+    "operator",
+    "stage",
+    "shape",
+    "dtype",
+    "precision",
+    "p20_us",
+    "p50_us",
+    "p80_us",
+    "call_us",
+    "peak_mib",
+    "tflops",
+    "gb_per_s",
+    "percent_of_bound",
+    "max_error",
+)
+KEY = ["operator", "stage", "shape", "dtype"]
+DIGITS = 4  # significant; the spread of a measurement is wider
+
+Row = Mapping[str, Any]
+
+
+def folder_of(gpu: str) -> Path:
+    """Where results of a card are kept: its name in lower case with dashes, such as results/nvidia-h200."""
+    return RESULTS / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+def recorded(root: Path = RESULTS) -> list[Path]:
+    """Every folder that holds results, in the order of their names."""
+    return sorted(path.parent for path in root.glob("*/run.json"))
+
+
+def load(folder: Path, operator: str) -> pd.DataFrame:
+    """An operator's rows; none when it has not been measured. Raises ValueError on a damaged file."""
+    path = folder / f"{operator}.csv"
+    if not path.exists():
+        return pd.DataFrame(columns=list(COLUMNS))
+    rows = pd.read_csv(path)
+    if tuple(rows.columns) != COLUMNS:
+        raise ValueError(f"{path}: expected the columns {', '.join(COLUMNS)}; got {', '.join(rows.columns)}")
+    return rows
+
+
+def store(folder: Path, operator: Operator, rows: Iterable[Row], run: Row) -> None:
+    """Put rows in place of those with the same stage, shape and dtype, and record the run they came from.
+
+    Both files are replaced whole, so that an interruption leaves the old or the new one.
+    """
+    new = pd.DataFrame([dict(row) for row in rows], columns=list(COLUMNS))
+    old = load(folder, operator.name)
+    kept = old[~_keys(old).isin(_keys(new))]
+    both = pd.concat([frame for frame in (kept, new) if len(frame)])
+    folder.mkdir(parents=True, exist_ok=True)
+    text = _in_order(both, operator).to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
+    _replace(folder / f"{operator.name}.csv", text)
+    _record_run(folder, list(_keys(new)), run)
+
+
+def load_runs(folder: Path) -> list[dict[str, Any]]:
+    """The runs that a folder's rows came from, oldest first."""
+    path = folder / "run.json"
+    return json.loads(path.read_text())["runs"] if path.exists() else []
+
+
+def run_of(folder: Path, row: Row) -> dict[str, Any]:
+    """The run that a row came from. Raises KeyError when none is recorded."""
+    key = "/".join(str(row[name]) for name in KEY)
+    for run in load_runs(folder):
+        if key in run["rows"]:
+            return run
+    raise KeyError(f"{folder / 'run.json'} records no run for {key}")
+
+
+def _record_run(folder: Path, keys: list[str], run: Row) -> None:
+    """Add rows to a run, which its date and command identify, and take them from the others."""
+    runs = load_runs(folder)
+    same = [old for old in runs if all(old.get(name) == value for name, value in run.items())]
+    for old in runs:
+        old["rows"] = [key for key in old["rows"] if key not in keys]
+    if same:
+        same[0]["rows"] = sorted(same[0]["rows"] + keys)
+    else:
+        runs.append({**run, "rows": sorted(keys)})
+    _replace(folder / "run.json", json.dumps({"runs": [run for run in runs if run["rows"]]}, indent=1) + "\n")
+
+
+def _keys(rows: pd.DataFrame) -> pd.Series:
+    if not len(rows):
+        return pd.Series(dtype=object)
+    return rows[KEY].astype(str).agg("/".join, axis=1)
+
+
+def _in_order(rows: pd.DataFrame, operator: Operator) -> pd.DataFrame:
+    """Rows by shape as the operator lists them, dtype with fp32 first, baselines, then stages by number."""
+    shapes = list(operator.shapes)
+
+    def rank(column: pd.Series) -> pd.Series:
+        if column.name == "shape":
+            return column.map(lambda name: shapes.index(name) if name in shapes else len(shapes))
+        if column.name == "dtype":
+            return column != "fp32"
+        return column.map(stage_rank)
+
+    return rows.sort_values(["shape", "dtype", "stage"], key=rank, kind="stable")
+
+
+def is_baseline(stage: str) -> bool:
+    """Whether a row's stage is one of PyTorch's or a library's."""
+    return stage.startswith(BASELINES)
+
+
+def stage_rank(stage: str) -> tuple[int, str]:
+    """Sorts baselines before stages, each in its order."""
+    if not is_baseline(stage):
+        return len(BASELINES), stage
+    longest = max((name for name in BASELINES if stage.startswith(name)), key=len)
+    return BASELINES.index(longest), stage
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_resources(folder: Path) -> pd.DataFrame:
+    """Registers, shared memory and spills of every kernel that was measured; empty when none was."""
+    path = folder / "resources.csv"
+    return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=["operator", "stage", "shape"])
+
+
+def store_resources(folder: Path, new: pd.DataFrame) -> None:
+    """Put the resources of kernels in place of those with the same operator, stage and shape."""
+    key = ["operator", "stage", "shape"]
+    old = load_resources(folder)
+    names = [frame[key].astype(str).agg("/".join, axis=1) if len(frame) else frame for frame in (old, new)]
+    kept = old[~names[0].isin(names[1])] if len(old) and len(new) else old
+    both = pd.concat([frame for frame in (kept, new) if len(frame)]).sort_values(key, kind="stable")
+    folder.mkdir(parents=True, exist_ok=True)
+    _replace(folder / "resources.csv", both.to_csv(index=False, lineterminator="\n"))

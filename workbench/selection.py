@@ -1,0 +1,41 @@
+"""Which operators, stages and shapes a command speaks of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernels_src import OPERATORS
+from kernels_src.operator import Operator, Stage
+
+
+def select(target: str | None) -> list[tuple[Operator, tuple[Stage, ...]]]:
+    """Operators with the stages meant by `OP`, `OP/NN` or None (everything).
+
+    Raises KeyError naming the operators, or the stages, that exist.
+    """
+    if target is None:
+        return [(operator, operator.stages) for operator in OPERATORS.values()]
+    name, _, number = target.partition("/")
+    if name not in OPERATORS:
+        raise KeyError(f"no operator {name!r}; there are {', '.join(OPERATORS)}")
+    operator = OPERATORS[name]
+    return [(operator, (operator.stage(number),) if number else operator.stages)]
+
+
+def named_shapes(operator: Operator, name: str) -> dict[str, Any]:
+    """The shape of this name; `odd` is one shape and all the odd ones, which are named by their sizes.
+
+    Raises KeyError naming the shapes that exist.
+    """
+    if name not in operator.shapes:
+        raise KeyError(f"{operator.name} has no shape {name!r}; it has {', '.join(operator.shapes)}")
+    shapes = {name: operator.shapes[name]}
+    if name == "odd":
+        shapes |= {f"odd {'x'.join(map(str, shape))}": shape for shape in operator.odd_shapes}
+    return shapes
+
+
+def shapes_to_check(operator: Operator, name: str | None, device: str) -> dict[str, Any]:
+    """The shapes of this name or, for None, all that take the device no longer than minutes."""
+    names = [name] if name else ["seed", "odd"] if device == "cpu" else list(operator.shapes)
+    return {key: shape for name in names for key, shape in named_shapes(operator, name).items()}

@@ -1,0 +1,122 @@
+"""Tables of results in Markdown, and the README's parts that are made of them.
+
+A part of a text between `<!-- results:NAME -->` and `<!-- /results:NAME -->` is generated. NAME is
+
+- `FOLDER`: the circumstances of the run, such as `nvidia-h200`;
+- `FOLDER/OPERATOR`: one line a shape and dtype, the fastest stage beside PyTorch's best;
+- `FOLDER/OPERATOR/SHAPE/DTYPE`: one line a stage and baseline.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from workbench.baselines import IGNORES_MASK
+from workbench.plots import caption_of, in_order, memory_text, time_text
+from workbench.results import RESULTS, is_baseline, load, load_runs
+
+NOTHING = "Nothing measured yet: `make bench` on a machine with an NVIDIA GPU records it."
+PART = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
+
+
+def fill(text: str, root: Path = RESULTS) -> str:
+    """A text with its generated parts made anew. Raises ValueError for a part that cannot be made."""
+    marks = len(re.findall(r"<!-- /?results:", text))
+    if marks != 2 * len(PART.findall(text)):
+        raise ValueError(
+            "a <!-- results:NAME --> has no <!-- /results:NAME --> of the same name, or the reverse"
+        )
+    return PART.sub(lambda match: f"{match[1]}{part(match[2], root)}\n{match[3]}", text)
+
+
+def part(name: str, root: Path = RESULTS) -> str:
+    """The Markdown of one generated part. Raises ValueError for a name of none of the three forms."""
+    folder, *rest = name.split("/")
+    if len(rest) not in (0, 1, 3):
+        raise ValueError(f"results:{name}: expected FOLDER, FOLDER/OPERATOR or FOLDER/OPERATOR/SHAPE/DTYPE")
+    if not rest:
+        return caption_of(load_runs(root / folder)) or NOTHING
+    rows = load(root / folder, rest[0])
+    if len(rest) == 1:
+        return summary(rows) if len(rows) else NOTHING
+    rows = rows[(rows["shape"] == rest[1]) & (rows.dtype == rest[2])]
+    return all_stages(rows) if len(rows) else NOTHING
+
+
+def summary(rows: pd.DataFrame) -> str:
+    """The fastest stage at each shape and dtype beside the fastest of each kind of baseline."""
+    kinds: dict[str, Callable[[str], bool]] = {
+        "eager": lambda stage: stage in ("eager", "eager_graph"),
+        "torch.compile": lambda stage: stage.startswith("compile"),
+        "libraries": lambda stage: stage.startswith("library_chain") and not stage.endswith(IGNORES_MASK),
+        "stages": lambda stage: not is_baseline(stage),
+    }
+    lines = []
+    for (shape, dtype), some in rows.groupby(["shape", "dtype"], sort=False):
+        fastest = {kind: _fastest(some[some.stage.map(belongs)]) for kind, belongs in kinds.items()}
+        winner = min(row.p50_us for row in fastest.values() if row is not None)
+        times = {kind: "" if row is None else _time(row, winner) for kind, row in fastest.items()}
+        best, time = fastest["stages"], times.pop("stages")
+        line = {"shape": shape, "dtype": dtype, **times}
+        if best is not None:
+            line |= {
+                "fastest stage": f"`{best.stage}`",
+                "time": time,
+                "of the bound": f"{best.percent_of_bound:.3g} %",
+                "peak memory": memory_text(best.peak_mib),
+            }
+        lines.append(line)
+    return _markdown(pd.DataFrame(lines).fillna(""), left=("shape", "dtype", "fastest stage"))
+
+
+def all_stages(rows: pd.DataFrame) -> str:
+    """Every stage and baseline of one shape and dtype."""
+    rows = in_order(rows)
+    table = pd.DataFrame(
+        {
+            "stage": [f"`{name}`" for name in rows.stage],
+            "time": rows.p50_us.map(time_text).values,
+            "p20 to p80": [
+                f"{time_text(a)} to {time_text(b)}" for a, b in zip(rows.p20_us, rows.p80_us, strict=True)
+            ],
+            "as a call": rows.call_us.map(time_text).values,
+            "peak memory": rows.peak_mib.map(lambda mib: memory_text(mib) if mib == mib else "").values,
+            "TFLOP/s": rows.tflops.map("{:.3g}".format).values,
+            "of the bound": rows.percent_of_bound.map("{:.3g} %".format).values,
+            "largest error": [
+                "ignores the mask" if name.endswith(IGNORES_MASK) else f"{error:.1e}"
+                for name, error in zip(rows.stage, rows.max_error, strict=True)
+            ],
+        }
+    )
+    return _markdown(table, left=("stage",))
+
+
+def _time(row: pd.Series, winner: float) -> str:
+    """A row's time, in bold where nothing beside it is faster."""
+    text = time_text(row.p50_us)
+    return f"**{text}**" if row.p50_us <= winner else text
+
+
+def _fastest(rows: pd.DataFrame) -> pd.Series | None:
+    return rows.loc[rows.p50_us.idxmin()] if len(rows) else None
+
+
+def _markdown(table: pd.DataFrame, left: tuple[str, ...]) -> str:
+    """A table whose columns are padded, so that its source can be read too; numbers to the right."""
+    columns = [[name, *map(str, table[name])] for name in table]
+    widths = [max(map(len, column)) for column in columns]
+    aligned = [
+        [cell.ljust(width) if column[0] in left else cell.rjust(width) for cell in column]
+        for column, width in zip(columns, widths, strict=True)
+    ]
+    rules = [
+        "-" * width if name in left else "-" * (width - 1) + ":"
+        for name, width in zip(table, widths, strict=True)
+    ]
+    head, *body = zip(*aligned, strict=True)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rules, *body))

@@ -1,0 +1,155 @@
+"""Views of a stage's source and of what the compiler made of it."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+import pandas as pd
+
+from kernels_src.operator import Operator, Stage
+
+FAMILIES = {
+    "HGMMA": r"HGMMA",
+    "HMMA": r"HMMA",
+    "FFMA": r"FFMA2?",
+    "MUFU": r"MUFU",  # exponentials, reciprocals, square roots
+    "LDG.128": r"LDG\b.*\.128",
+    "LDG": r"LDG\b",
+    "STG.128": r"STG\b.*\.128",
+    "STG": r"STG\b",
+    "LDGSTS": r"LDGSTS",  # asynchronous copies to shared memory
+    "UTMA": r"UTMA|UBLKCP",  # bulk copies
+    "LDS": r"LDS",
+    "LDSM": r"LDSM",
+    "STS": r"STS",
+    "SHFL": r"SHFL",
+    "BAR": r"BAR\b|WARPSYNC|SYNCS",
+    "local": r"LDL|STL",
+}
+"""Groups of machine instructions worth counting; an instruction counts in the first that it matches."""
+
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0-9_.]+)")
+FUNCTION = re.compile(r"^\s*(?:Function : |\.text\.)([\w$]+)", re.MULTILINE)
+CSS = """
+.foldfuse-diff {border-collapse: collapse; font: 12px/1.35 monospace; table-layout: fixed; width: 100%}
+.foldfuse-diff td {padding: 0 6px; vertical-align: top; white-space: pre-wrap; text-align: left !important}
+.foldfuse-diff td.number {width: 2.5em; color: #888; text-align: right !important; user-select: none}
+.foldfuse-diff td.old {background: #fdf0d5}
+.foldfuse-diff td.new {background: #d9ecf7}
+.foldfuse-diff td.skip {color: #888; text-align: center !important}
+"""
+
+
+def diff(old: Stage, new: Stage, context: int = 3) -> str:
+    """The unified diff from one stage's source to another's."""
+    lines = difflib.unified_diff(
+        old.code.splitlines(), new.code.splitlines(), old.name, new.name, lineterm="", n=context
+    )
+    return "\n".join(lines)
+
+
+def diff_html(old: Stage, new: Stage, context: int = 3) -> str:
+    """The two sources side by side with their differences marked, CUDA highlighted, as HTML."""
+    left, right = old.code.splitlines(), new.code.splitlines()
+    shown = _highlighted(old.code), _highlighted(new.code)
+    groups = list(difflib.SequenceMatcher(a=left, b=right, autojunk=False).get_grouped_opcodes(context))
+    rows = [
+        f"<tr><td></td><td><b>{html.escape(old.name)}</b></td><td></td><td><b>{html.escape(new.name)}</b></td></tr>"
+    ]
+    for number, group in enumerate(groups):
+        if number:
+            rows.append('<tr><td class="skip" colspan="4">⋯</td></tr>')
+        for tag, i1, i2, j1, j2 in group:
+            rows += _side_by_side(tag, shown, range(i1, i2), range(j1, j2))
+    if not groups:
+        rows.append('<tr><td class="skip" colspan="4">the same source</td></tr>')
+    return _table(rows)
+
+
+def source_html(stage: Stage) -> str:
+    """A stage's source with CUDA highlighted and line numbers, as HTML."""
+    rows = [
+        f'<tr><td class="number">{number}</td><td>{line}</td></tr>'
+        for number, line in enumerate(_highlighted(stage.code), start=1)
+    ]
+    return _table(rows)
+
+
+def resources(operator: Operator, stage: Stage, shape: str = "seed", arch: str | None = None) -> pd.DataFrame:
+    """Registers, shared memory, spills and stack of each kernel of a stage, as nvcc reports them.
+
+    Compiles for `arch` (None: the GPU present, or the newest that compiler and stage know); needs no GPU.
+    """
+    kernels = stage.load(operator.shapes[shape])
+    kernels.build("cuda", arch=arch)
+    table = kernels.resources.copy()
+    for place, (name, value) in enumerate(
+        {"operator": operator.name, "stage": stage.name, "shape": shape}.items()
+    ):
+        table.insert(place, name, value)
+    return table
+
+
+def sass_summary(sass: str) -> pd.DataFrame:
+    """How many instructions of each family every kernel of a disassembly has, and how many in all."""
+    parts = FUNCTION.split(sass)
+    counts = {}
+    for name, text in zip(parts[1::2], parts[2::2], strict=True):
+        opcodes = INSTRUCTION.findall(text)
+        if opcodes:
+            counts[name] = _families(opcodes) | {"all": len(opcodes)}
+    table = pd.DataFrame.from_dict(counts, orient="index").fillna(0).astype(int)
+    present = [family for family in (*FAMILIES, "all") if family in table]
+    return table[present].rename_axis("kernel").reset_index()
+
+
+def _families(opcodes: list[str]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for opcode in opcodes:
+        for family, pattern in FAMILIES.items():
+            if re.match(pattern, opcode):
+                counts[family] += 1
+                break
+    return dict(counts)
+
+
+def _table(rows: list[str]) -> str:
+    style = f"<style>{CSS}{_highlight_css()}</style>"
+    return f'{style}<table class="foldfuse-diff highlight">{"".join(rows)}</table>'
+
+
+def _side_by_side(tag: str, shown: tuple[list[str], list[str]], old: range, new: range) -> Iterator[str]:
+    """Table rows of one run of lines that are equal, replaced, deleted or inserted."""
+    for place in range(max(len(old), len(new))):
+        cells = ""
+        for lines, numbers, kind in ((shown[0], old, "old"), (shown[1], new, "new")):
+            if place < len(numbers):
+                marked = "" if tag == "equal" else f' class="{kind}"'
+                number = numbers[place]
+                cells += f'<td class="number">{number + 1}</td><td{marked}>{lines[number]}</td>'
+            else:
+                cells += "<td></td><td></td>"
+        yield f"<tr>{cells}</tr>"
+
+
+def _highlighted(code: str) -> list[str]:
+    """A CUDA source's lines as HTML. No token may span lines, or a row of a table would split it."""
+    from pygments import highlight
+    from pygments.formatters import HtmlFormatter
+    from pygments.lexers import CudaLexer
+
+    lexer = CudaLexer(stripnl=False, ensurenl=False)
+    return [
+        highlight(line, lexer, HtmlFormatter(nowrap=True)).rstrip("\n") or "&nbsp;"
+        for line in code.splitlines()
+    ]
+
+
+def _highlight_css() -> str:
+    from pygments.formatters import HtmlFormatter
+
+    return HtmlFormatter(style="default").get_style_defs(".highlight")
