@@ -1,0 +1,249 @@
+"""A real JupyterLab in a real Chromium: what a reader does, with the mouse and the keyboard.
+
+Screenshots go to tests/artefacts/, to be looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from nbformat.v4 import new_code_cell, new_notebook
+
+from kernels_src import MSA_COLUMN_ATTENTION as OPERATOR
+from workbench import execute
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
+from playwright.sync_api import Locator, Page, expect  # noqa: E402
+
+ARTEFACTS = Path(__file__).parent / "artefacts"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+SETTINGS = {
+    "apputils-extension/notification": {"checkForUpdates": False, "fetchNews": "false"},
+    "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
+}
+SLOW_MS = 120_000  # a cell that compiles, on a busy machine
+STAGE = OPERATOR.stages[0]
+LINE = "constexpr int kThreads = 256;"  # of that stage, to be edited
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
+    pytest.mark.timeout(600),
+    pytest.mark.xdist_group("lab"),
+]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a JupyterLab with copies of the notebooks, an empty one, and nobody's settings."""
+    home = tmp_path_factory.mktemp("lab")
+    notebooks = home / "notebooks"
+    shutil.copytree(execute.NOTEBOOKS, notebooks, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
+    execute.write(new_notebook(cells=[new_code_cell("", id="first")]), notebooks / "scratch.ipynb")
+    for name, values in SETTINGS.items():
+        path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(values))
+    environment = execute.environment() | {
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
+        "JUPYTER_CONFIG_DIR": str(home / "config"),
+        "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
+    }
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.port=0"]
+    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={notebooks}"]
+    with (home / "log").open("w+") as log:
+        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        try:
+            yield _address(server, home / "runtime")
+        finally:
+            server.terminate()
+            server.wait(timeout=30)
+
+
+def _address(server: subprocess.Popen, runtime: Path) -> str:
+    """Where the server listens, once it says so."""
+    for _ in range(600):
+        for path in runtime.glob("jpserver-*.json"):
+            url = json.loads(path.read_text())["url"]
+            with urllib.request.urlopen(f"{url}api", timeout=30):
+                return url
+        try:
+            server.wait(timeout=0.1)
+        except subprocess.TimeoutExpired:
+            continue
+        break
+    raise RuntimeError("JupyterLab did not start")
+
+
+@pytest.fixture(scope="module")
+def page(lab: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch_persistent_context(
+            str(tmp_path_factory.mktemp("profile")),
+            executable_path=CHROMIUM,
+            args=FLAGS,
+            viewport={"width": 1440, "height": 1100},
+        )
+        page = browser.new_page()
+        page.set_default_timeout(30_000)
+        yield page
+        browser.close()
+
+
+def test_a_notebook_runs(lab: str, page: Page):
+    """Open the tour, run all of its cells; the race shows, and no cell fails."""
+    book = _open(lab, page, "00_loader.ipynb")
+    _menu(page, "Run", "Run All Cells")
+    _wait_for_all(book)
+    expect(book.locator('[data-mime-type="application/vnd.jupyter.error"]')).to_have_count(0)
+    race = _cell_with(book, "reverse_kernel").first
+    race.scroll_into_view_if_needed()
+    expect(_cell_with(book, 'name="race"').locator(".jp-OutputArea")).to_contain_text("nan")
+    _keep(page, "01_tour")
+    mistake = _cell_with(book, "facter")
+    mistake.scroll_into_view_if_needed()
+    expect(mistake.locator(".jp-OutputArea")).to_contain_text("facter")
+    _keep(page, "02_compile_error")
+
+
+def test_the_tweak_loop(lab: str, page: Page):
+    """Load a stage into a cell, edit it, see check and diff; break it, see the line; mend it."""
+    book = _open(lab, page, "scratch.ipynb")
+    first = book.locator(".jp-CodeCell").first
+    _type(page, first, f"%load_ext workbench.notebook\n%load_stage {OPERATOR.name} {STAGE.number}")
+    _run(page)
+    expect(book.locator(".jp-CodeCell")).to_have_count(2)
+    cell = book.locator(".jp-CodeCell").nth(1)
+    expect(cell.locator(".cm-content")).to_contain_text(f"%%stage {OPERATOR.name} {STAGE.number} --as my_")
+    _keep(page, "03_stage_loaded")
+
+    _replace_line(page, cell, LINE, LINE.replace("256", "128"))
+    _run(page)
+    _wait_for(cell)
+    output = cell.locator(".jp-OutputArea")
+    expect(output).to_contain_text("is right in all")
+    expect(output.locator("td.new")).to_contain_text(["kThreads = 128"])
+    expect(output).to_contain_text("registers a thread")
+    _keep(page, "04_variant", output)
+
+    broken = LINE.replace("256", "128").replace("constexpr int", "constexpr itn")
+    _replace_line(page, cell, LINE.replace("256", "128"), broken)
+    _run(page)
+    _wait_for(cell)
+    marked = cell.locator(".foldfuse-marked tr.here")
+    expect(marked).to_have_count(1)
+    expect(marked).to_contain_text("constexpr itn kThreads")
+    number = _line_number(cell, broken)
+    expect(marked.locator("td").first).to_have_text(str(number))
+    expect(cell.locator(".jp-OutputArea")).to_contain_text("Rejected: my_01 does not compile")
+    _keep(page, "05_line_marked", cell.locator(".jp-OutputArea"))
+
+    _replace_line(page, cell, broken, LINE)
+    _run(page)
+    _wait_for(cell)
+    expect(cell.locator(".jp-OutputArea")).to_contain_text("is right in all")
+
+
+def test_a_plot_is_exported(lab: str, page: Page, tmp_path: Path):
+    book = _open(lab, page, "scratch.ipynb")
+    cell = book.locator(".jp-CodeCell").first
+    source = (
+        "from workbench.notebook import MSA_COLUMN_ATTENTION, plot_stages\n"
+        f"plot = plot_stages(MSA_COLUMN_ATTENTION)\nprint(len(plot.export({str(tmp_path / 'plot')!r})))\nplot"
+    )
+    _type(page, cell, source)
+    _run(page)
+    _wait_for(cell)
+    expect(cell.locator(".jp-OutputArea")).to_contain_text("3")
+    picture = cell.locator(".jp-OutputArea img")
+    expect(picture).to_be_visible()
+    assert "<svg" in (tmp_path / "plot.svg").read_text()
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plot.csv").read_text().startswith("# ")
+    _keep(page, "06_plot", picture)
+
+
+def _open(lab: str, page: Page, name: str) -> Locator:
+    """Open a notebook in a lab with nothing else in it, and wait for its kernel."""
+    page.goto(f"{lab}lab/tree/{name}?reset")
+    book = page.locator(".jp-NotebookPanel:visible .jp-Notebook")
+    expect(book.locator(".jp-Cell").first).to_be_visible(timeout=60_000)
+    expect(page.locator(".jp-NotebookPanel:visible .jp-Notebook-ExecutionIndicator")).to_have_attribute(
+        "data-status", "idle", timeout=60_000
+    )
+    return book
+
+
+def _menu(page: Page, menu: str, item: str) -> None:
+    page.locator(".lm-MenuBar-itemLabel", has_text=re.compile(f"^{menu}$")).click()
+    page.locator(".lm-Menu-itemLabel", has_text=re.compile(f"^{item}$")).click()
+
+
+def _run(page: Page) -> None:
+    """Run the cell that has the cursor, and stay in it."""
+    page.keyboard.press("Control+Enter")
+
+
+def _type(page: Page, cell: Locator, text: str) -> None:
+    """Replace a cell's text."""
+    cell.locator(".cm-content").click()
+    page.keyboard.press("Control+A")
+    page.keyboard.insert_text(text)
+
+
+def _replace_line(page: Page, cell: Locator, old: str, new: str) -> None:
+    """Click on a line, select it and type another."""
+    line = cell.locator(".cm-line", has_text=re.compile(f"^{re.escape(old)}$"))
+    line.scroll_into_view_if_needed()
+    line.click()
+    page.keyboard.press("Home")
+    page.keyboard.press("Shift+End")
+    page.keyboard.insert_text(new)
+    expect(cell.locator(".cm-line", has_text=re.compile(f"^{re.escape(new)}$"))).to_have_count(1)
+
+
+def _line_number(cell: Locator, text: str) -> int:
+    """A line's number in its cell, from 1."""
+    lines = cell.locator(".cm-line").all_text_contents()
+    return 1 + lines.index(text)
+
+
+def _cell_with(book: Locator, text: str) -> Locator:
+    """The code cells whose source has this text."""
+    return book.locator(".jp-CodeCell", has=book.page.locator(".jp-InputArea", has_text=text))
+
+
+def _wait_for(cell: Locator) -> None:
+    """Wait until a cell that was started has its number."""
+    expect(cell.locator(".jp-InputPrompt").first).to_have_text(re.compile(r"\[\d+\]:"), timeout=SLOW_MS)
+
+
+def _wait_for_all(book: Locator) -> None:
+    for cell in book.locator(".jp-CodeCell").all():
+        _wait_for(cell)
+
+
+def _keep(page: Page, name: str, shown: Locator | None = None) -> None:
+    """Keep a picture of the page, with something scrolled into sight."""
+    ARTEFACTS.mkdir(exist_ok=True)
+    if shown is not None:
+        shown.scroll_into_view_if_needed()
+    page.wait_for_timeout(300)  # a last layout
+    page.screenshot(path=ARTEFACTS / f"{name}.png")
