@@ -3,20 +3,29 @@
     kernels = load(Path("kernels_src/outer_product_mean/03_block_per_pair.cu"), defines={"C": 32})
     kernels.block_per_pair(a, b, mask, out, 1, 8, 32)
 
-`load` reads the signature of each EXPORT function from the source. The first call compiles it, with nvcc for
-CUDA tensors or with g++ for CPU tensors, through torch's load_inline; later calls and later processes take the
-build from the cache. Nothing else in the project knows the compilers.
+`load` reads the signature of each EXPORT function from the source. The first call compiles it, with nvcc
+for CUDA tensors or with g++ for CPU tensors, through torch's load_inline; later calls and later processes
+take the build from the cache. Nothing else in the project knows the compilers.
+
+A build is found by its contents: the source, every header that the compiler read, the options and the
+compilers. It is made in a folder of its own and renamed into place, and checked against its own digest before
+it is trusted, so that no crash and no damage costs more than one rebuild.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import contextvars
 import ctypes
+import errno
 import functools
 import hashlib
+import html
 import json
 import keyword
+import logging
+import math
 import os
 import re
 import secrets
@@ -27,21 +36,37 @@ import subprocess
 import sys
 import tempfile
 import time
+import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-SOURCES = Path(__file__).resolve().parent / "kernels_src"
+if TYPE_CHECKING:
+    import pandas as pd
+
+SOURCES = Path(__file__).resolve().parent / "kernels_src"  # on every include path
 NEWEST_ARCH = "9.0a"  # what kernels are compiled for where there is no GPU to ask
 CACHE_BYTES = 4 * 2**30  # a larger cache loses the builds that were not used for longest
 
-CUDA_FLAGS = ("-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas", "-v")
-CPU_FLAGS = ("-O2", "-std=c++17", "-g1", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas")
+Backend = Literal["cuda", "cpu"]
+
+CUDA_FLAGS = (
+    *("-O3", "-std=c++17", "-lineinfo", "--expt-relaxed-constexpr", "-Xptxas", "-v"),
+    *("-Xcompiler", "-fvisibility=hidden"),  # libraries share no symbols
+    *("-objtemp", "-Xcompiler", "-pipe"),  # temporary files go into the staging folder
+)
+CPU_FLAGS = (
+    *("-O2", "-std=c++17", "-g1", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-unknown-pragmas"),
+    *("-pipe", "-Wp,-MD,main.o.d"),  # torch asks for a list of the user's headers; this lists all
+)
 SANITIZER_FLAGS = ("-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g")
+# Variables by which tools and folders are found, and those that change what the tools do.
+CHOOSING = ("CUDA_HOME", "CONDA_PREFIX", "PATH", "CXX", "CC", "FOLDFUSE_CACHE", "XDG_CACHE_HOME", "HOME")
+CHANGING = ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "PYTORCH_NVCC", "CPATH", "CPLUS_INCLUDE_PATH")
 
 
 # ---- errors
@@ -54,22 +79,48 @@ class ToolchainError(RuntimeError):
 class KernelCompileError(RuntimeError):
     """A source does not compile. The text shows the first error with its place in the source.
 
-    `file`, `line` and `column` (None where the compiler named none) say where, `message` what; `excerpt` is
-    that line of the source and `log` everything that the compiler printed.
+    `file`, `line` and `column` say where (None where the compiler did not), `message` what; `excerpt` is that
+    line of the source, and `log` everything that the compiler printed.
     """
 
     def __init__(self, log: str, source: Source) -> None:
-        self.log = log
-        self.file, self.line, self.column, self.message = first_error(log, source)
+        self.log, self.source = re.sub(r"\x1b\[[\d;]*m", "", log), source  # without colours
+        self.file, self.line, self.column, self.message = first_error(self.log, source)
+        self._shown = False
         self.excerpt = _line_of(self.file, self.line, source)
         place = ":".join(str(part) for part in (self.file, self.line, self.column) if part)
-        super().__init__(f"{place}: {self.message}{self._marked_line()}" if place else self.message)
+        self.headline = f"{place}: {self.message}" if place else self.message
+        super().__init__("\n".join([self.headline, *self._marked_lines()]))
 
-    def _marked_line(self) -> str:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.log, self.source)
+
+    def _marked_lines(self) -> list[str]:
+        """The line of the source, and a caret under the error."""
         if not self.excerpt:
-            return ""
-        caret = "" if self.column is None else "\n    " + " " * (self.column - 1) + "^"
-        return "\n    " + self.excerpt.expandtabs(1) + caret
+            return []
+        caret = [] if self.column is None else [" " * (4 + self.column - 1) + "^"]
+        return [f"    {self.excerpt.expandtabs(1)}", *caret]
+
+    def _repr_html_(self) -> str:
+        text = html.escape("\n".join(self._marked_lines()))
+        return (
+            f"<div><b style='color:#b3261e'>{html.escape(self.headline)}</b><pre>{text}</pre>"
+            f"<details><summary>all that the compiler printed</summary>"
+            f"<pre>{html.escape(self.log)}</pre></details></div>"
+        )
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of a traceback, whose frames are all the loader's."""
+        from IPython import get_ipython
+        from IPython.display import HTML, display
+
+        if not hasattr(get_ipython(), "kernel"):
+            return [f"{type(self).__name__}: {self}"]
+        if not self._shown:  # in a notebook, where the log can be folded; IPython asks more than once
+            display(HTML(self._repr_html_()))
+            self._shown = True
+        return [f"{type(self).__name__}: {self.headline}"]
 
 
 class Mistake(NamedTuple):
@@ -81,69 +132,119 @@ class Mistake(NamedTuple):
     message: str
 
 
-GCC_ERROR = re.compile(r"^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):(?P<column>\d+): (fatal )?error: (?P<message>.*)", re.M)
-NVCC_ERROR = re.compile(r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (catastrophic )?error( #\S+)?: (?P<message>.*)", re.M)
-PTXAS_ERROR = re.compile(r"^ptxas (error|fatal) *: (?P<message>.*)", re.M)
+GCC_ERROR = re.compile(
+    r"^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):(?P<column>\d+): (?:fatal )?error: (?P<message>.*)", re.M
+)
+NVCC_ERROR = re.compile(
+    r"^(?P<file>[^\n(]+)\((?P<line>\d+)\): (?:catastrophic )?error(?: #\S+)?: (?P<message>.*)", re.M
+)
+PTXAS_ERROR = re.compile(
+    r"^ptxas .*?(?:error|fatal) *: (?P<message>(?:.*?[Ff]unction '(?P<symbol>\w+)')?.*)", re.M
+)
+LINKER_ERROR = re.compile(r"(?P<message>undefined reference to `(?P<symbol>\w+).*)", re.M)
+OTHER_ERROR = re.compile(r"^(?!Error building|ninja:|FAILED:).*(?:error|fatal|not found|denied).*", re.M)
 
 
 def first_error(log: str, source: Source) -> Mistake:
-    """The first error in a compiler's output."""
+    """The first error in what a compiler printed."""
     found = [match for pattern in (GCC_ERROR, NVCC_ERROR) if (match := pattern.search(log))]
     if found:
         first = min(found, key=re.Match.start)
-        column = first.groupdict().get("column") or _caret_column(log[first.end() :])
-        return Mistake(first["file"], int(first["line"]), column and int(column), first["message"])
-    if match := PTXAS_ERROR.search(log):
-        return _ptxas_mistake(match["message"], source)
-    lines = [line for line in log.splitlines() if "error" in line.lower()] or log.splitlines()[-1:]
-    return Mistake(None, None, None, lines[0] if lines else "the compiler failed and printed nothing")
+        file, line = first["file"], int(first["line"])
+        excerpt = _line_of(file, line, source) or ""
+        if first.re is GCC_ERROR:
+            column = _gcc_column(int(first["column"]), excerpt)
+        else:
+            column = _nvcc_column(log[first.end() + 1 :], excerpt)
+        return Mistake(file, line, column, first["message"])
+    if match := PTXAS_ERROR.search(log) or LINKER_ERROR.search(log):  # they know functions, not lines
+        if match["symbol"] is None:
+            return Mistake(source.file, None, None, match["message"])
+        name = demangle(match["symbol"])
+        message = match["message"].replace(match["symbol"], name)
+        return Mistake(source.file, *_place_of(name.partition("<")[0], source), message)
+    match = OTHER_ERROR.search(log)
+    return Mistake(source.file, None, None, match[0] if match else "the compiler failed; see .log")
 
 
-def _caret_column(rest: str) -> int | None:
-    """nvcc prints the source line, stripped and indented by two, and a caret below it."""
-    for line in rest.split("\n")[1:4]:
-        if line.strip() == "^":
-            return line.index("^") - 1
+def _gcc_column(column: int, excerpt: str) -> int:
+    """gcc counts columns of a screen: a tab goes on to the next multiple of eight, some letters take two."""
+    shown = 0
+    for index, character in enumerate(excerpt):
+        wide = unicodedata.east_asian_width(character) in "WF"
+        shown += 8 - shown % 8 if character == "\t" else 1 + wide
+        if shown >= column:
+            return index + 1
+    return column
+
+
+def _nvcc_column(rest: str, excerpt: str) -> int | None:
+    """nvcc names no column; it prints the line, indented and with macros expanded, and below it a caret."""
+    lines = rest.split("\n")
+    for printed, caret in zip(lines, lines[1:], strict=False):
+        if not printed.startswith("  "):
+            return None
+        if caret.strip() == "^":
+            before, after = printed[2 : caret.index("^")], printed[caret.index("^") :].rstrip()
+            if excerpt.expandtabs(1).startswith(before):
+                return len(before) + 1
+            return len(excerpt.rstrip()) - len(after) + 1 if excerpt.rstrip().endswith(after) else None
     return None
 
 
-def _ptxas_mistake(message: str, source: Source) -> Mistake:
-    """ptxas names kernels, not lines: point at the kernel."""
-    symbol = re.search(r"'(_Z\w+)'", message)
-    if symbol:
-        kernel = demangle(symbol[1])
-        message = message.replace(symbol[1], kernel)
-        for number, line in enumerate(source.text.split("\n"), start=1):
-            if place := re.search(rf"\b{kernel.partition('<')[0]}\s*\(", line):
-                return Mistake(source.file, number, place.start() + 1, message)
-    return Mistake(source.file, None, None, message)
+def _place_of(function: str, source: Source) -> tuple[int, int] | tuple[None, None]:
+    """Line and column where a function first stands in a source."""
+    for number, line in enumerate(source.text.split("\n"), start=1):
+        if match := re.search(rf"\b{re.escape(function)}\s*\(", line):
+            return number, match.start() + 1
+    return None, None
 
 
 def _line_of(file: str | None, line: int | None, source: Source) -> str | None:
-    with contextlib.suppress(OSError, IndexError, TypeError):
+    with contextlib.suppress(OSError, IndexError, TypeError, UnicodeDecodeError):
         text = source.text if file == source.file else Path(file).read_text(encoding="utf-8")
         return text.split("\n")[line - 1]
     return None
+
+
+def demangle(symbol: str) -> str:
+    """A kernel's name without its parameters: `_Z4copyILi4EEvPf` gives `copy<4>`."""
+    cxa_demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
+    cxa_demangle.restype = ctypes.c_void_p
+    address = cxa_demangle(symbol.encode(), None, None, ctypes.byref(ctypes.c_int()))
+    if not address:
+        return symbol  # extern "C"
+    words = ctypes.string_at(address).decode()
+    ctypes.CDLL(None).free(ctypes.c_void_p(address))
+    words = words.replace("(anonymous namespace)::", "").replace("(bool)", "").replace("(int)", "")
+    return words.partition("(")[0].removeprefix("void ")
 
 
 # ---- the source and its signature
 
 
 class Source(NamedTuple):
-    """What is compiled."""
+    """What is compiled, headers apart."""
 
     text: str
     file: str  # what errors call it
     folder: str | None  # where its own headers are
     defines: tuple[tuple[str, Any], ...]
-    flags: tuple[str, ...]
+    flags: tuple[str, ...]  # nvcc's; the CPU takes those that every compiler has
+
+    @property
+    def include_folders(self) -> list[str]:
+        """Where the project's headers are looked for, first ones first."""
+        own = [] if self.folder is None else [self.folder]
+        given = [os.path.abspath(flag[2:]) for flag in self.flags if flag.startswith("-I")]
+        return [*given, *own, str(SOURCES)]
 
 
 class Parameter(NamedTuple):
     """A parameter of an EXPORT function."""
 
     name: str
-    type: str  # as in POINTERS or SCALARS
+    type: str  # a key of POINTERS or SCALARS
 
 
 class Export(NamedTuple):
@@ -151,45 +252,49 @@ class Export(NamedTuple):
 
     name: str
     parameters: tuple[Parameter, ...]
+    declaration: str
 
 
-POINTERS = {
-    "float*": torch.float32,
-    "double*": torch.float64,
-    "__nv_bfloat16*": torch.bfloat16,
-    "__half*": torch.float16,
-    "int*": torch.int32,
-    "int64_t*": torch.int64,
-    "uint8_t*": torch.uint8,
+POINTERS = {"float*": torch.float32, "__nv_bfloat16*": torch.bfloat16}
+SCALARS = {"int": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+RANGES = {
+    "int": (-(2**31), 2**31 - 1),
+    "int64_t": (-(2**63), 2**63 - 1),
+    "float": (torch.finfo(torch.float32).min, torch.finfo(torch.float32).max),
 }
-SCALARS = {"int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float, "double": ctypes.c_double}
 EXPORT = re.compile(r"\bEXPORT\s+cudaError_t\s+(\w+)\s*\(([^)]*)\)")
-COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.S)
+COMMENT_OR_STRING = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.S)
 
 
 def exports_of(source: Source) -> dict[str, Export]:
     """The EXPORT functions of a source. Raises ValueError where one can't be called from Python."""
-    text = COMMENT.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), source.text)
-    exports = {}
+    text = COMMENT_OR_STRING.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), source.text)
+    exports: dict[str, Export] = {}
     for match in EXPORT.finditer(text):
-        place = f"{source.file}:{text.count(chr(10), 0, match.start()) + 1}"
-        parameters = [_parameter(words, f"{place}: {match[1]}") for words in match[2].split(",")]
-        if parameters[-1].type != "cudaStream_t":
-            raise ValueError(f"{place}: the last parameter of {match[1]} must be a cudaStream_t")
+        name, line = match[1], text.count("\n", 0, match.start()) + 1
+        where = f"{source.file}:{line}: {name}"
+        *parameters, last = [_parameter(words, where) for words in match[2].split(",")]
+        if last.type != "cudaStream_t":
+            raise ValueError(f"{where}: the last parameter must be a cudaStream_t")
         if not any(parameter.type in POINTERS for parameter in parameters):
-            raise ValueError(f"{place}: {match[1]} has no pointer, so nothing says where it should run")
-        exports[match[1]] = Export(match[1], tuple(parameters[:-1]))
+            raise ValueError(f"{where}: has no pointer, so that nothing says on which device to run")
+        if hasattr(Kernels, name):
+            raise ValueError(f"{where}: the loader has a method of that name; choose another")
+        export = Export(name, tuple(parameters), " ".join(match[0].split()))
+        if exports.setdefault(name, export).parameters != export.parameters:
+            raise ValueError(f"{where}: declared twice, with different parameters")
     if not exports:
-        raise ValueError(f"{source.file}: no function of the form EXPORT cudaError_t name(…, cudaStream_t stream)")
+        form = "EXPORT cudaError_t name(const float* x, float* y, int n, cudaStream_t stream)"
+        raise ValueError(f"{source.file}: has no function of the form {form}")
     return exports
 
 
-def _parameter(words: str, place: str) -> Parameter:
-    words = re.sub(r"\bconst\b|\b__restrict__\b", " ", words).replace("*", " * ").split()
-    name, c_type = words[-1] if words else "", "".join(words[:-1])
-    if c_type not in POINTERS and c_type not in SCALARS and c_type != "cudaStream_t":
+def _parameter(words: str, where: str) -> Parameter:
+    parts = re.sub(r"\bconst\b|\b__restrict__\b", " ", words).replace("*", " * ").split()
+    name, c_type = parts[-1] if parts else "", "".join(parts[:-1])
+    if c_type not in (*POINTERS, *SCALARS, "cudaStream_t"):
         known = ", ".join([*POINTERS, *SCALARS])
-        raise ValueError(f"{place}: parameter {' '.join(words)!r} is not of a type that can be passed: {known}")
+        raise ValueError(f"{where}: parameter '{' '.join(words.split())}' has none of the types {known}")
     return Parameter(name + "_" * keyword.iskeyword(name), c_type)
 
 
@@ -197,105 +302,266 @@ def _parameter(words: str, place: str) -> Parameter:
 
 
 class Compiler(NamedTuple):
-    """A compiler that works, and why it was chosen."""
+    """A compiler that runs, and why it was chosen."""
 
     path: Path
     version: str  # all that `--version` prints
     reason: str
 
 
-@functools.cache
-def _version(path: str) -> str:
-    try:
-        return subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ToolchainError(f"{path} --version does not run: {error}") from None
+class Toolkit(NamedTuple):
+    """A CUDA toolkit."""
+
+    root: Path
+    reason: str
 
 
 def host_compiler() -> Compiler:
-    """The C++ compiler that torch takes: $CXX, else c++. Raises ToolchainError."""
-    name = os.environ.get("CXX", "c++")
+    """The C++ compiler, as torch chooses it: $CXX, else c++. Raises ToolchainError."""
+    return _host_compiler("CXX", "c++")
+
+
+def _host_compiler(variable: str, default: str) -> Compiler:
+    name = os.environ.get(variable) or default
+    reason = f"${variable}" if os.environ.get(variable) else "on PATH"
     path = shutil.which(name)
     if path is None:
-        raise ToolchainError(f"no C++ compiler: {name} is not on PATH; install g++ (apt install g++)")
-    return Compiler(Path(path), _version(path), "$CXX" if "CXX" in os.environ else "on PATH")
+        raise ToolchainError(f"{name} ({reason}) was not found; install g++, for example: apt install g++")
+    return Compiler(Path(path), _version(path), reason)
 
 
 def nvcc() -> Compiler:
-    """nvcc from $CUDA_HOME, else pip's packages, else PATH, else conda. Raises ToolchainError."""
-    for root, reason in _toolkits():
-        if (path := root / "bin" / "nvcc").exists():
+    """nvcc, from the first toolkit that has one. Raises ToolchainError."""
+    for root, reason in toolkits():
+        path = root / "bin" / "nvcc"
+        if path.exists():
             return Compiler(path, _version(str(path)), reason)
         if reason == "$CUDA_HOME":
-            raise ToolchainError(f"$CUDA_HOME is {root}, which has no bin/nvcc; correct or unset it")
-    raise ToolchainError("no nvcc was found; pip install 'cuda-toolkit[nvcc,cccl]', or set CUDA_HOME")
+            raise ToolchainError(f"CUDA_HOME is {root}, which has no bin/nvcc; correct or unset it")
+    raise ToolchainError(
+        "nvcc was not found; pip install 'cuda-toolkit[nvcc,cccl]', or set CUDA_HOME to a CUDA toolkit"
+    )
 
 
-def _toolkits() -> Iterator[tuple[Path, str]]:
-    if home := os.environ.get("CUDA_HOME"):
-        yield Path(home), "$CUDA_HOME"
+def toolkits() -> Iterator[Toolkit]:
+    """Where CUDA may be, best first: pip's packages beside torch are of the version that torch needs."""
     major = (torch.version.cuda or "13").partition(".")[0]
-    yield Path(torch.__file__).parent.parent / "nvidia" / f"cu{major}", "pip's packages beside torch"
-    if path := shutil.which("nvcc"):
-        yield _toolkit_of(path), "nvcc on PATH"
-    if prefix := os.environ.get("CONDA_PREFIX"):
-        yield Path(prefix), "conda"
+    on_path = shutil.which("nvcc")
+    places = {
+        "$CUDA_HOME": os.environ.get("CUDA_HOME"),
+        "pip's packages beside torch": Path(torch.__file__).parent.parent / "nvidia" / f"cu{major}",
+        "nvcc on PATH": on_path and Path(on_path).parent.parent,
+        "conda": os.environ.get("CONDA_PREFIX"),
+        "the usual place": "/usr/local/cuda",
+    }
+    for reason, place in places.items():
+        if place:
+            yield Toolkit(_real_root(Path(place)), reason)
 
 
 @functools.cache
-def _toolkit_of(nvcc: str) -> Path:
-    """The toolkit of an nvcc that may be a link, or a script that calls the real one."""
-    with tempfile.NamedTemporaryFile(suffix=".cu") as empty:
-        steps = subprocess.run([nvcc, "-dryrun", "-c", empty.name], capture_output=True, text=True).stderr
-    top = re.search(r"^#\$ TOP=(.*)$", steps, re.M)
-    return Path(top[1] if top else Path(nvcc).resolve().parent.parent).resolve()
+def _real_root(folder: Path) -> Path:
+    """The toolkit behind a folder whose bin/nvcc may be a link, or a script that calls the real one."""
+    nvcc = folder / "bin" / "nvcc"
+    if not nvcc.exists():
+        return folder
+    with open(nvcc, "rb") as file, tempfile.NamedTemporaryFile(suffix=".cu") as empty:
+        if file.read(2) != b"#!":
+            return nvcc.resolve().parent.parent
+        asked = subprocess.run([nvcc, "-dryrun", "-c", empty.name], capture_output=True, text=True)
+    top = re.search(r"^#\$ TOP=(.*)$", asked.stderr, re.M)
+    return Path(top[1]).resolve() if top else folder
 
 
-def toolkit() -> Path:
-    """The folder of the CUDA toolkit in use."""
-    return nvcc().path.parent.parent
+def _version(path: str) -> str:
+    status = os.stat(path)
+    return _printed_version(path, (status.st_size, status.st_mtime_ns, status.st_ino))
+
+
+@functools.cache
+def _printed_version(path: str, status: tuple[int, ...]) -> str:
+    """What `--version` prints; asked once a process unless the file changes."""
+    try:
+        return subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise ToolchainError(f"{path} --version does not run ({error}); reinstall it") from None
+
+
+def release_of(compiler: Compiler) -> str:
+    """nvcc's release, such as "13.0"."""
+    release = re.search(r"release (\d+\.\d+)", compiler.version)
+    return release[1] if release else "unknown"
+
+
+@functools.cache
+def _known_archs(nvcc: Path) -> tuple[str, ...]:
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True).stdout
+    return tuple(f"{number[:-1]}.{number[-1]}" for number in re.findall(r"compute_(\d+)", listed))
+
+
+def require_cuda(arch: str) -> None:
+    """Raise ToolchainError unless nvcc, torch and the architecture fit together."""
+    compiler, release = nvcc(), release_of(nvcc())
+    if torch.version.cuda is None:
+        raise ToolchainError(f"torch {torch.__version__} was built without CUDA; install one built with it")
+    if release.partition(".")[0] != torch.version.cuda.partition(".")[0]:
+        raise ToolchainError(
+            f"nvcc is of CUDA {release} ({compiler.path}) and torch of CUDA {torch.version.cuda}; "
+            f"pip install 'cuda-toolkit[nvcc,cccl]=={torch.version.cuda}.*'"
+        )
+    known = _known_archs(compiler.path)
+    if known and arch.rstrip("af") not in known:
+        raise ToolchainError(
+            f"nvcc {release} ({compiler.path}) does not know compute capability {arch}, only "
+            f"{', '.join(known)}; install a newer one, or build for one of these"
+        )
 
 
 def present_arch() -> str:
-    """The compute capability of the current GPU, such as "9.0a"; without a GPU the newest that is tested."""
-    if not torch.cuda.is_available():
-        return NEWEST_ARCH
-    return _arch_of(torch.cuda.current_device())
+    """The compute capability of the current GPU, such as "9.0a"; NEWEST_ARCH where there is no GPU."""
+    return _arch_of(torch.cuda.current_device()) if torch.cuda.is_available() else NEWEST_ARCH
 
 
 @functools.cache
 def _arch_of(device_index: int) -> str:
     major, minor = torch.cuda.get_device_capability(device_index)
-    return f"{major}.{minor}" + "a" * (major >= 9)
+    return f"{major}.{minor}" + "a" * (major >= 9)  # a: with the instructions of this generation alone
+
+
+def _cuda_headers() -> Path:
+    """CUDA's include folder, which the CPU backend needs too, though not nvcc. Raises ToolchainError."""
+    for root, _ in toolkits():
+        for folder in (root / "include", root / "targets" / "x86_64-linux" / "include"):
+            if (folder / "cuda_bf16.h").exists():
+                return folder
+    raise ToolchainError("CUDA's headers were not found; pip install 'cuda-toolkit[nvcc,cccl]'")
+
+
+def _tool(name: str) -> Path:
+    """A program of a CUDA toolkit. Raises ToolchainError."""
+    for root, _ in toolkits():
+        if (root / "bin" / name).exists():
+            return root / "bin" / name
+    raise ToolchainError(f"{name} was not found; pip install nvidia-cuda-{name}")
+
+
+def _ninja_folder() -> Path:
+    """The folder of ninja, which pip puts on PATH only in an activated environment. Raises ToolchainError."""
+    beside_python = Path(sys.executable).parent
+    for path in (shutil.which("ninja"), shutil.which("ninja", path=str(beside_python))):
+        if path:
+            return Path(path).parent
+    raise ToolchainError("ninja was not found; pip install ninja")
 
 
 def _under_address_sanitizer() -> bool:
     return hasattr(ctypes.CDLL(None), "__asan_init")
 
 
+class Finding(NamedTuple):
+    """One part of the toolchain: what was found, and what to do where that is not enough."""
+
+    part: str
+    found: str
+    advice: str = ""
+
+
+def toolchain_report() -> list[Finding]:
+    """What was found of everything that the loader uses, and what to install."""
+    ask = {
+        "C++ compiler": lambda: _described(host_compiler()),
+        "ninja": lambda: str(_ninja_folder() / "ninja"),
+        "nvcc": _nvcc_described,
+        "cuobjdump": lambda: str(_tool("cuobjdump")),
+        "nvdisasm": lambda: str(_tool("nvdisasm")),
+    }
+    findings = []
+    for part, question in ask.items():
+        try:
+            findings.append(Finding(part, question()))
+        except ToolchainError as error:
+            findings.append(Finding(part, "not usable", str(error)))
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none; kernels are compiled for"
+    findings.append(Finding("GPU", f"{gpu} compute capability {present_arch()}"))
+    findings.append(Finding("torch", f"{torch.__version__}, CUDA {torch.version.cuda}"))
+    if archs := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        findings.append(Finding("TORCH_CUDA_ARCH_LIST", f"{archs!r} is ignored: the GPU decides"))
+    findings.append(_cache_finding())
+    return findings
+
+
+def _described(compiler: Compiler) -> str:
+    return f"{compiler.version.splitlines()[0]} at {compiler.path} ({compiler.reason})"
+
+
+def _nvcc_described() -> str:
+    chosen = nvcc()
+    require_cuda(present_arch())
+    others: dict[Path, str] = {}
+    for root, reason in toolkits():
+        if (root / "bin" / "nvcc").exists() and root != chosen.path.parent.parent:
+            others.setdefault(root, f"{root} ({reason})")
+    also = f"; CUDA_HOME can choose {' or '.join(others.values())} instead" if others else ""
+    return f"{release_of(chosen)} at {chosen.path} ({chosen.reason}){also}"
+
+
+def _cache_finding() -> Finding:
+    try:
+        folder = cache_folder()
+        _check_usable(folder)
+        return Finding("cache", str(folder))
+    except OSError as error:
+        return Finding("cache", "not usable", f"{error}; set FOLDFUSE_CACHE to a folder of your own")
+
+
 # ---- the cache
-
-
-def _digest(content: str | bytes) -> str:
-    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
-
-
-def _digest_of(path: str | Path) -> str:
-    return _digest(Path(path).read_bytes())
+#
+# builds/RECIPE/HEADERS/ has kernels.so, log.txt and manifest.json. RECIPE is a digest of everything but the
+# headers; HEADERS tells apart the builds of one recipe, made while the headers were different.
+# staging/ has the builds under way; locks/ keeps two processes from doing the same work.
 
 
 def cache_folder() -> Path:
     """$FOLDFUSE_CACHE, else foldfuse in the user's cache folder."""
     if named := os.environ.get("FOLDFUSE_CACHE"):
-        return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "foldfuse"
+        return Path(os.path.abspath(named))
+    base = os.environ.get("XDG_CACHE_HOME")
+    with contextlib.suppress(RuntimeError):  # there is neither HOME nor an entry for the user
+        return Path(base or Path.home() / ".cache") / "foldfuse"
+    return Path(tempfile.gettempdir()) / f"foldfuse-{os.getuid()}"
+
+
+def _check_usable(folder: Path) -> None:
+    """Raise OSError unless builds can be written to a folder, and nobody else can."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+
+
+def _check_owner(folder: Path) -> None:
+    owner = folder.stat().st_uid
+    if owner not in (os.getuid(), 0):
+        raise PermissionError(
+            errno.EPERM, f"belongs to user {owner}, who could put anything there", str(folder)
+        )
+
+
+@functools.cache
+def _temporary_folder() -> Path:
+    """A folder for as long as this process lives."""
+    folder = Path(tempfile.mkdtemp(prefix="foldfuse-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+_unusable: set[Path] = set()  # cache folders in whose place the temporary one is used
 
 
 class Target(NamedTuple):
     """What a source is compiled for."""
 
-    backend: Literal["cuda", "cpu"]
+    backend: Backend
     arch: str  # a compute capability; empty for the CPU
 
 
@@ -303,7 +569,7 @@ class Build(NamedTuple):
     """A compiled library in the cache."""
 
     folder: Path
-    dependencies: tuple[tuple[str, str], ...]  # each header that was read, and its digest
+    headers: tuple[tuple[str, str], ...]  # each that the compiler read, and its digest
 
     @property
     def library(self) -> Path:
@@ -311,159 +577,392 @@ class Build(NamedTuple):
 
     @property
     def log(self) -> str:
+        """What the compiler printed."""
         return (self.folder / "log.txt").read_text(encoding="utf-8")
 
 
+def _digest(content: bytes | str) -> str:
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def _digest_of(path: str | Path) -> str | None:
+    """The digest of a file's contents; None where it can't be read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return _digest(file.readall())
+    except OSError:
+        return None
+
+
 def _recipe(source: Source, target: Target) -> str:
-    """A digest of all that makes a build but the headers."""
-    tools = [host_compiler().version]
+    """A digest of everything that makes a build, but the headers."""
+    compilers = [host_compiler()]
     if target.backend == "cuda":
-        tools.append(nvcc().version)
-    parts = [
-        *(source.text, source.file, source.folder, source.defines, _flags(source, target)),
-        *(tools, torch.__version__, torch.compiled_with_cxx11_abi(), sys.implementation.cache_tag),
-    ]
+        compilers += [nvcc(), _host_compiler("CC", "gcc")]
+    parts = (
+        *(source, target, _flags(source, target)),
+        *((str(compiler.path), compiler.version) for compiler in compilers),
+        *map(os.environ.get, CHANGING),
+        *(torch.__version__, torch.compiled_with_cxx11_abi(), sys.implementation.cache_tag),
+    )
     return _digest(repr(parts))
 
 
 def _find(recipe: str) -> Build | None:
-    """The build of a recipe whose headers are those of today."""
-    for folder in (cache_folder() / "builds" / recipe).glob("*"):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-            build = Build(folder, tuple(map(tuple, manifest["dependencies"])))
-            if (
-                manifest["recipe"] == recipe
-                and all(_digest_of(path) == digest for path, digest in build.dependencies)
-                and _digest_of(build.library) == manifest["library"]
-            ):
-                return build
+    """The build of a recipe with the headers of today, if there is one and it is whole."""
+    for cache in (cache_folder(), *([_temporary_folder()] if _unusable else ())):
+        with contextlib.suppress(OSError):
+            _check_owner(cache)
+            for folder in (cache / "builds" / recipe).iterdir():
+                if build := _trusted(folder, recipe):
+                    _mark_used(folder)
+                    return build
     return None
 
 
-def _find_or_build(source: Source, target: Target) -> Build:
-    from filelock import FileLock
+def _trusted(folder: Path, recipe: str) -> Build | None:
+    """The build in a folder, unless it is damaged, another's, or of other headers."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        headers = tuple((path, digest) for path, digest in manifest["read"])
+        whole = (
+            manifest["recipe"] == recipe
+            and all(_digest_of(path) == digest for path, digest in headers)
+            and not any(map(os.path.exists, manifest["absent"]))
+            and _digest_of(folder / "kernels.so") == manifest["library"]
+            and _digest_of(folder / "log.txt") == manifest["log"]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Build(folder, headers) if whole else None
 
-    recipe = _recipe(source, target)
-    if build := _find(recipe):
-        return build
-    locks = cache_folder() / "locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    with FileLock(locks / recipe):
-        return _find(recipe) or _build(source, target, recipe)
+
+def _mark_used(folder: Path) -> None:
+    """Note the use of a build for `clean`, to the hour."""
+    with contextlib.suppress(OSError):
+        if time.time() - folder.stat().st_mtime > 3600:
+            os.utime(folder)
+
+
+def clean(max_bytes: int = CACHE_BYTES, max_age_days: float | None = None) -> int:
+    """Delete builds, those first that were not used for longest, until the cache has at most `max_bytes`.
+
+    Builds that were not used for `max_age_days` go too, and what killed processes left. Returns the number of
+    bytes freed.
+    """
+    now, cache, freed = time.time(), cache_folder(), 0
+    for folder in cache.glob("staging/*"):
+        with contextlib.suppress(OSError):
+            if now - folder.stat().st_mtime > 3600:  # no compilation takes an hour
+                shutil.rmtree(folder, ignore_errors=True)
+    builds = []
+    for folder in cache.glob("builds/*/*"):
+        with contextlib.suppress(OSError):
+            builds.append(
+                (folder.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir()), folder)
+            )
+    total = sum(size for _, size, _ in builds)
+    for used, size, folder in sorted(builds):
+        if total - freed > max_bytes or (max_age_days is not None and now - used > 86400 * max_age_days):
+            freed += size
+            shutil.rmtree(folder, ignore_errors=True)  # a process that has it loaded keeps it
+            with contextlib.suppress(OSError):
+                folder.parent.rmdir()
+    return freed
 
 
 # ---- building
 
 
-def _build(source: Source, target: Target, recipe: str) -> Build:
-    """Compile in a private folder and rename the result into place."""
-    staging = cache_folder() / "staging" / secrets.token_hex(8)
-    staging.mkdir(parents=True)
+def _find_or_build(source: Source, target: Target) -> Build:
+    """The build for the sources as they are now. Raises KernelCompileError or ToolchainError."""
+    recipe = _recipe(source, target)
+    if build := _find(recipe):
+        return build
+    cache = cache_folder()
+    if cache not in _unusable:
+        try:
+            _check_usable(cache)
+            with _only_one_builds(cache, recipe):
+                return _find(recipe) or _build(source, target, recipe, cache)
+        except OSError as error:
+            _unusable.add(cache)
+            warnings.warn(
+                f"kernels can't be kept in {cache} ({error.strerror or error}); each process compiles them "
+                f"anew. Set FOLDFUSE_CACHE to a folder of your own with space.",
+                stacklevel=2,
+            )
+    return _build(source, target, recipe, _temporary_folder())
+
+
+@contextlib.contextmanager
+def _only_one_builds(cache: Path, recipe: str) -> Iterator[None]:
+    """Hold a lock that the system drops when its holder dies. It saves work; nothing relies on it."""
+    from filelock import FileLock, Timeout
+
+    locks = cache / "locks"
+    locks.mkdir(exist_ok=True)
+    lock = FileLock(locks / recipe[:3], timeout=600, poll_interval=0.01)  # 4096 files at most
+    with contextlib.suppress(Timeout, NotImplementedError):  # a holder that hangs, a system without locks
+        lock.acquire()
     try:
-        log = _compile(source, target, staging)
-        entry = staging / "entry"
-        entry.mkdir()
-        os.rename(staging / f"{_module_name(staging)}.so", entry / "kernels.so")
-        dependencies = tuple((path, _digest_of(path)) for path in _dependencies(staging, source))
-        manifest = {"recipe": recipe, "library": _digest_of(entry / "kernels.so"), "dependencies": dependencies}
-        (entry / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
-        (entry / "log.txt").write_text(log, encoding="utf-8")
-        place = cache_folder() / "builds" / recipe / _digest(repr(dependencies))[:16]
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if place.exists():
-            os.rename(place, staging / "damaged")
-        os.rename(entry, place)
-        return Build(place, dependencies)
+        yield
     finally:
-        _kill_compilers(staging)
-        shutil.rmtree(staging, ignore_errors=True)
+        lock.release()
 
 
-def _module_name(staging: Path) -> str:
-    return f"kernels_{staging.name}"  # unique: torch remembers names, and that it built them
+def _build(source: Source, target: Target, recipe: str, cache: Path) -> Build:
+    """Compile and publish. A header that is edited meanwhile makes it compile again."""
+    if target.backend == "cuda":
+        require_cuda(target.arch)
+    read = None
+    while True:
+        with _staging(cache) as staging:
+            log = _compile(source, target, staging)
+            before, read = read, _headers(staging, source)
+            if read == before or _older(read, staging):
+                return _publish(staging, read, log, recipe, cache)
+
+
+_stagings: set[Path] = set()  # of the builds under way in this process
+
+
+@contextlib.contextmanager
+def _staging(cache: Path) -> Iterator[Path]:
+    """A private folder to build in, gone afterwards; with it, whatever happens, the compilers in it."""
+    folder = cache / "staging" / secrets.token_hex(8)
+    folder.mkdir(mode=0o700, parents=True)
+    _stagings.add(folder)
+    try:
+        yield folder
+    except BaseException:
+        _kill_compilers(folder)
+        raise
+    finally:
+        _stagings.discard(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill_compilers(staging: Path) -> None:
+    """Kill everything that works in a staging folder.
+
+    An interrupt ends ninja alone: it gives each compiler a process group, which outlives it. But all of them,
+    and what they start, have the staging folder as working folder.
+    """
+    killed = True
+    while killed:
+        killed = [
+            pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _works_in(staging, pid)
+        ]
+        for pid in killed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _works_in(folder: Path, pid: int) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/cwd") == str(folder.resolve())
+    except OSError:
+        return False
 
 
 def _flags(source: Source, target: Target) -> tuple[str, ...]:
+    """The compiler's options."""
     defines = tuple(f"-D{name}={int(value) if value is True else value}" for name, value in source.defines)
     if target.backend == "cpu":
         sanitizer = SANITIZER_FLAGS if _under_address_sanitizer() else ()
-        return (*CPU_FLAGS, *sanitizer, *defines)
+        common = tuple(flag for flag in source.flags if flag.startswith(("-D", "-U", "-I")))
+        return (*CPU_FLAGS, *sanitizer, *defines, *common)
     number = target.arch.replace(".", "")
     codes = tuple(f"-gencode=arch=compute_{number},code={code}_{number}" for code in ("sm", "compute"))
     return (*CUDA_FLAGS, *codes, *defines, *source.flags)
 
 
 def _compile(source: Source, target: Target, staging: Path) -> str:
-    """Compile and link into a staging folder; what the compiler printed. Raises KernelCompileError."""
-    torch_extension = _import_torch_extension(target)
-    text = f'#line 1 "{source.file}"\n{source.text}'
-    flags = [shlex.quote(flag).replace("$", "$$") for flag in _flags(source, target)]
-    folders = [str(SOURCES)] if source.folder is None else [source.folder, str(SOURCES)]
-    log = staging / "log.txt"
-    if target.backend == "cuda":
-        # load_inline drops what a successful compiler prints, which has ptxas's report. It hands flags to a
-        # shell unquoted, so that they can redirect.
-        what = {"cpp_sources": [], "cuda_sources": [text], "extra_cuda_cflags": [*flags, ">log.txt", "2>&1"]}
-        linking = ["-Wl,--as-needed", f"-L{shlex.quote(str(_link_folder(staging)))}"]
-    else:
-        what = {"cpp_sources": [text], "extra_cflags": flags}
-        folders.append(str(toolkit() / "include"))
-        linking = ["-Wl,--as-needed", "-pthread", *(SANITIZER_FLAGS if _under_address_sanitizer() else ())]
+    """Compile, link and load in a staging folder; what the compiler printed. Raises KernelCompileError.
+
+    In this process, since another one would first have to import torch, which takes longer than nvcc.
+    """
+    extension = _torch_extension(target)
+    arguments = _arguments(source, target, staging)
+    printed = staging / PRINTED
     try:
-        torch_extension.load_inline(
-            _module_name(staging),
-            **what,
-            extra_include_paths=folders,
-            extra_ldflags=linking,
+        extension.load_inline(
+            f"kernels_{staging.name}",  # a new name each time: torch skips a name that it knows
             build_directory=str(staging),
             no_implicit_headers=True,
             is_python_module=False,
+            **arguments,
         )
     except (RuntimeError, OSError) as error:
-        printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        raise KernelCompileError(f"{printed}\n{error}".strip(), source) from None
-    return log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        if getattr(error, "errno", None):  # of a file, not of a library that does not load
+            raise
+        why = (
+            error.__cause__ if isinstance(error.__cause__, OSError) else ""
+        )  # of a library that fails to load
+        log = f"{_text(printed)}\n{error}\n{why}".strip()
+        if os.strerror(errno.ENOSPC) in log:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
+        raise KernelCompileError(log, source) from None
+    return _text(printed)
 
 
-def _import_torch_extension(target: Target) -> Any:
-    """torch.utils.cpp_extension, set to our toolkit; it costs up to a second, so it waits for a build."""
-    import logging
+PRINTED = "printed.txt"  # what the compiler printed, in a staging folder
 
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+def _torch_extension(target: Target) -> Any:
+    """torch.utils.cpp_extension with our toolkit. Importing it takes up to a second: it waits for a build."""
+    ninja = str(_ninja_folder())
     if shutil.which("ninja") is None:
-        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
+        os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), ninja])
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
     from torch.utils import cpp_extension
 
+    cpp_extension.TORCH_LIB_PATH = _unquoted(cpp_extension.TORCH_LIB_PATH)
     if target.backend == "cuda":
-        cpp_extension.CUDA_HOME = str(toolkit())
+        cpp_extension.CUDA_HOME = _unquoted(str(nvcc().path.parent.parent))
     return cpp_extension
 
 
-def _link_folder(staging: Path) -> Path:
-    """A folder with the libcudart.so that pip's packages have only as libcudart.so.13."""
-    folder = staging / "link"
-    folder.mkdir()
-    for library in sorted((toolkit() / "lib").glob("libcudart.so.*")):
-        (folder / "libcudart.so").symlink_to(library)
-        break
-    return folder
+@functools.cache
+def _unquoted(folder: str) -> str:
+    """A name of a folder that needs no quotes in a shell: torch gives the linker folders without any."""
+    if shlex.quote(folder) == folder:
+        return folder
+    link = _temporary_folder() / _digest(folder)[:16]
+    link.symlink_to(folder)
+    return str(link)
 
 
-def _dependencies(staging: Path, source: Source) -> list[str]:
-    """The headers that the compiler read, from its own dependency file, which ninja took in."""
-    listing = subprocess.run(["ninja", "-t", "deps"], cwd=staging, capture_output=True, text=True).stdout
-    paths = [line[4:] for line in listing.splitlines() if line.startswith("    ")]
-    own = (str(staging), source.file)
-    return sorted({os.path.abspath(os.path.join(staging, path)) for path in paths if not path.startswith(own)})
+def _arguments(source: Source, target: Target, staging: Path) -> dict[str, Any]:
+    """load_inline's arguments for a source."""
+    file = source.file.replace("\\", "\\\\").replace('"', '\\"')
+    text = f'#line 1 "{file}"\n{source.text}'
+    flags = [_quoted(flag) for flag in _flags(source, target)]
+    linking = ["-Wl,--as-needed"]  # torch's own libraries are on the command line, and not needed
+    if not _under_address_sanitizer():  # whose runtime is not linked
+        linking.append("-Wl,-z,defs")
+    if target.backend == "cpu":
+        headers = _cuda_headers()
+        return {
+            "cpp_sources": [text],
+            "extra_cflags": flags,
+            "extra_ldflags": [*linking, "-pthread", *(SANITIZER_FLAGS if _under_address_sanitizer() else ())],
+            "extra_include_paths": [*source.include_folders, str(headers), str(headers / "cccl")],
+        }
+    runtime = _cuda_runtime()
+    (staging / "libcudart.so").symlink_to(runtime)  # pip's packages have only libcudart.so.13
+    return {
+        "cpp_sources": [],
+        "cuda_sources": [text],
+        # load_inline drops what a compiler prints that succeeds, and ptxas's report with it; but it gives the
+        # options to a shell.
+        "extra_cuda_cflags": [*flags, f">{PRINTED}", "2>&1"],
+        "extra_ldflags": [*linking, "-L.", _quoted(f"-Wl,-rpath,{runtime.parent}")],
+        "extra_include_paths": source.include_folders,
+    }
 
 
-def _kill_compilers(staging: Path) -> None:
-    """Kill what works in a staging folder: ninja gives each compiler a process group of its own."""
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if Path(os.readlink(process / "cwd")) == staging.resolve():
-                os.kill(int(process.name), signal.SIGKILL)
+def _quoted(flag: str) -> str:
+    """An option as it must be written in a ninja file, for a shell."""
+    return shlex.quote(flag).replace("$", "$$")
+
+
+def _cuda_runtime() -> Path:
+    """CUDA's runtime library of the toolkit in use. Raises ToolchainError."""
+    root = nvcc().path.parent.parent
+    for folder in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
+        for library in sorted((root / folder).glob("libcudart.so*")):
+            return library
+    raise ToolchainError(f"libcudart.so was not found in {root}; pip install nvidia-cuda-runtime")
+
+
+class Headers(NamedTuple):
+    """What a compiler read beside the source."""
+
+    read: tuple[tuple[str, str], ...]  # path and digest
+    absent: tuple[str, ...]  # files that would be read instead, or too, if they were there
+
+
+def _headers(staging: Path, source: Source) -> Headers:
+    """The headers of a build, from the compiler's own list, which ninja took in."""
+    ninja = [_ninja_folder() / "ninja", "-t", "deps"]
+    listing = subprocess.run(ninja, cwd=staging, capture_output=True, text=True).stdout
+    paths = {os.path.abspath(staging / line[4:]) for line in listing.split("\n") if line.startswith("    ")}
+    paths = sorted(
+        path for path in paths if path != source.file and not path.startswith(f"{staging}{os.sep}")
+    )
+    digests = {path: _digest_of(path) for path in paths}
+    read = tuple((path, digest) for path, digest in digests.items() if digest is not None)
+    if not read:  # never keep a build whose headers are unknown
+        raise ToolchainError(
+            "the compiler listed no headers; unset TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES"
+        )
+    missing = [path for path, digest in digests.items() if digest is None]
+    return Headers(read, (*missing, *_shadows(paths, source.include_folders)))
+
+
+def _shadows(paths: Iterable[str], folders: Sequence[str]) -> Iterator[str]:
+    """Where a file would be found before a header that was read."""
+    for path in paths:
+        for place, folder in enumerate(folders):
+            if path.startswith(f"{folder}{os.sep}"):
+                earlier = (os.path.join(before, os.path.relpath(path, folder)) for before in folders[:place])
+                yield from (shadow for shadow in earlier if not os.path.exists(shadow))
+                break
+
+
+def _older(headers: Headers, staging: Path) -> bool:
+    """Whether no header was changed since a build began."""
+    began = staging.stat().st_ctime_ns  # by the file system's clock
+    try:
+        return all(os.stat(path).st_ctime_ns < began for path, _ in headers.read)
+    except OSError:
+        return False
+
+
+def _publish(staging: Path, headers: Headers, log: str, recipe: str, cache: Path) -> Build:
+    """Make a build visible to all, whole or not at all."""
+    entry = staging / "entry"
+    entry.mkdir()
+    # A copy, since load_inline has loaded the original: debuggers and sanitizers would go on to look for
+    # that under the staging folder's name.
+    shutil.copyfile(staging / f"kernels_{staging.name}.so", entry / "kernels.so")
+    (entry / "log.txt").write_text(log, encoding="utf-8")
+    manifest = {
+        "recipe": recipe,
+        "library": _digest_of(entry / "kernels.so"),
+        "log": _digest_of(entry / "log.txt"),
+        **headers._asdict(),
+    }
+    (entry / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    for path in (*entry.iterdir(), entry):
+        _write_through(path)
+    place = cache / "builds" / recipe / _digest(repr(headers))[:16]
+    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if place.exists():  # damaged, or it would have been used
+        os.rename(place, staging / "damaged")
+    os.rename(entry, place)
+    _trim_cache()
+    return Build(place, headers.read)
+
+
+def _write_through(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@functools.cache  # once a process is enough
+def _trim_cache() -> None:
+    with contextlib.suppress(OSError):
+        clean()
 
 
 # ---- calling
@@ -474,7 +973,10 @@ _schedule: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar("cpu
 @contextlib.contextmanager
 def cpu_schedule(order: Literal["forward", "reverse", "random"], seed: int = 0) -> Iterator[None]:
     """The order in which the CPU backend runs a block's threads, for calls inside the with statement."""
-    token = _schedule.set((("forward", "reverse", "random").index(order), seed))
+    orders = ("forward", "reverse", "random")
+    if order not in orders:
+        raise ValueError(f"order: expected one of {', '.join(orders)}, got {order!r}")
+    token = _schedule.set((orders.index(order), seed % 2**64))
     try:
         yield
     finally:
@@ -482,209 +984,403 @@ def cpu_schedule(order: Literal["forward", "reverse", "random"], seed: int = 0) 
 
 
 class Library:
-    """A compiled library in this process."""
+    """A compiled library, loaded into this process."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, own_folders: Sequence[str]) -> None:
         self.build = build
         self.handle = ctypes.CDLL(str(build.library))
-        self.set_schedule = getattr(self.handle, "cpu_schedule", None)
-        if self.set_schedule:
-            self.set_schedule.argtypes = [ctypes.c_int, ctypes.c_uint64]
+        folders = tuple(f"{folder}{os.sep}" for folder in own_folders)
+        # The project's headers; those of the compilers change with their versions.
+        self.headers = [Snapshot(path, digest) for path, digest in build.headers if path.startswith(folders)]
 
     def function(self, export: Export) -> Callable[..., int]:
+        """The C function; pointers and the stream are passed as integers."""
         function = self.handle[export.name]
-        function.argtypes = [SCALARS.get(p.type, ctypes.c_void_p) for p in export.parameters] + [ctypes.c_void_p]
+        types = [SCALARS.get(parameter.type, ctypes.c_void_p) for parameter in export.parameters]
+        function.argtypes = [*types, ctypes.c_void_p]
         return function
 
+    def on_cpu(self, export: Export) -> Callable[..., int]:
+        """A call on the CPU."""
+        function = self.function(export)
+        try:
+            set_order = self.handle.cpu_schedule
+        except AttributeError:  # a source without cuda.cuh
+            return lambda *values: function(*values, None)
+        set_order.argtypes = [ctypes.c_int, ctypes.c_uint64]
+
+        def call(*values: float) -> int:
+            set_order(*_schedule.get())
+            return function(*values, None)
+
+        return call
+
+    def on_gpu(self, export: Export, index: int) -> Callable[..., int]:
+        """A call on a GPU, on its current stream."""
+        function = self.function(export)
+        current_device, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
+
+        def call(*values: float) -> int:
+            if current_device() == index:
+                return function(*values, stream_of(index))
+            with torch.cuda.device(index):
+                return function(*values, stream_of(index))
+
+        return call
+
     def error_text(self, code: int) -> str:
-        words = getattr(self.handle, "kernel_error_text", None)
-        if words is None:
+        """What a function's result means, in CUDA's or the CPU backend's words."""
+        try:
+            words = self.handle.kernel_error_text
+        except AttributeError:
             return f"error {code}"
         words.restype = ctypes.c_char_p
         return words(code).decode(errors="replace")
 
 
+class Snapshot:
+    """A file as it was read, and whether it still is so. Contents count; times only save reading."""
+
+    def __init__(self, path: str, digest: str) -> None:
+        self.path, self.digest = path, digest
+        self.status: tuple[int, ...] | None = None  # at which the contents were seen to be these
+
+    def is_current(self) -> bool:
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return False
+        status = (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)
+        if status == self.status:
+            return True
+        if _digest_of(self.path) != self.digest:
+            return False
+        # A clock has ticks: within one, a second edit would leave the same times.
+        settled = time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) > 2 * 10**9
+        self.status = status if settled else None
+        return True
+
+
 class Kernels:
-    """The EXPORT functions of a source; each is compiled, for the device of its tensors, when first called."""
+    """The EXPORT functions of a source as methods; each call compiles for its tensors' device if need be."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._exports = exports_of(source)
         self._libraries: dict[Target, Library] = {}
         for export in self._exports.values():
-            setattr(self, export.name, self._caller(export))
+            setattr(self, export.name, _caller(self, export))
 
     def __repr__(self) -> str:
-        return f"Kernels({self._source.file}: {', '.join(self._exports)})"
+        built = ", ".join(" ".join(target).strip() for target in self._libraries)
+        functions = "; ".join(export.declaration for export in self._exports.values())
+        return f"<Kernels of {self._source.file}: {functions}; built for: {built or 'nothing yet'}>"
 
-    def build(self, backend: Literal["cuda", "cpu"], arch: str | None = None) -> Library:
-        """Compile without a call."""
-        return self._library(Target(backend, (arch or present_arch()) if backend == "cuda" else ""))
+    def __getattr__(self, name: str) -> Any:
+        exports = ", ".join(self.__dict__.get("_exports", ()))
+        raise AttributeError(f"{self._source.file} has no EXPORT function {name!r}; it has {exports}")
 
-    def _library(self, target: Target) -> Library:
-        if target not in self._libraries:
-            self._libraries[target] = Library(_find_or_build(self._source, target))
-        return self._libraries[target]
+    def build(self, backend: Backend | None = None, arch: str | None = None) -> Kernels:
+        """Compile without a call, for `arch` or the GPU present; CUDA needs no GPU.
 
-    def _cuda_library(self) -> Library:
-        built = [library for target, library in self._libraries.items() if target.backend == "cuda"]
-        return built[-1] if built else self.build("cuda")
-
-    def _caller(self, export: Export) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
-            device, values = _checked(export, arguments)
-            target = Target("cuda", _arch_of(device.index)) if device.type == "cuda" else Target("cpu", "")
-            library = self._library(target)
-            function = library.function(export)
-            if device.type == "cuda":
-                with torch.cuda.device(device):
-                    code = function(*values, torch.cuda.current_stream().cuda_stream)
-            else:
-                if library.set_schedule:
-                    library.set_schedule(*_schedule.get())
-                code = function(*values, None)
-            if code:
-                raise RuntimeError(f"{export.name}: {library.error_text(code)}")
-
-        return call
+        Without a backend, for the GPU if there is one. Returns self. Raises KernelCompileError and
+        ToolchainError.
+        """
+        backend = backend or ("cuda" if torch.cuda.is_available() else "cpu")
+        if backend not in ("cuda", "cpu"):
+            raise ValueError(f"backend: expected cuda or cpu, got {backend!r}")
+        if backend == "cpu":
+            self._library(Target("cpu", ""))
+            return self
+        arch = arch or present_arch()
+        if not re.fullmatch(r"\d+\.\d[af]?", arch):
+            raise ValueError(f"arch: expected a compute capability such as 9.0a, got {arch!r}")
+        self._library(Target("cuda", arch))
+        return self
 
     @property
-    def resources(self) -> Any:
-        """A DataFrame with a row a kernel: registers, spills, shared memory and stack, as ptxas reports them."""
+    def resources(self) -> pd.DataFrame:
+        """One row a kernel: kernel, registers (a thread), spill_stores, spill_loads, stack_bytes (bytes a
+        thread) and shared_bytes (static, bytes a block), as ptxas reports them for the last CUDA build."""
         import pandas as pd
 
-        return pd.DataFrame(_resources(self._cuda_library().build.log))
+        rows = [usage._asdict() for usage in resources_in(self._cuda_build().log)]
+        return pd.DataFrame(rows, columns=Usage._fields)
 
     def sass(self) -> str:
-        """The machine code, as cuobjdump shows it."""
-        return self._cuobjdump("-sass")
+        """The machine code of the last CUDA build, as cuobjdump shows it. Raises ToolchainError."""
+        return self._dump("-sass")
 
     def ptx(self) -> str:
-        """The virtual machine code."""
-        return self._cuobjdump("-ptx")
+        """The PTX of the last CUDA build, as cuobjdump shows it. Raises ToolchainError."""
+        return self._dump("-ptx")
 
-    def _cuobjdump(self, what: str) -> str:
-        library = self._cuda_library().build.library
-        tool = toolkit() / "bin" / "cuobjdump"
-        if not tool.exists():
-            raise ToolchainError("no cuobjdump was found; pip install nvidia-cuda-cuobjdump")
-        path = f"{tool.parent}{os.pathsep}{os.environ.get('PATH', '')}"  # it calls nvdisasm
-        return subprocess.run(
-            [tool, what, library], capture_output=True, text=True, check=True, env={**os.environ, "PATH": path}
-        ).stdout
+    def _dump(self, what: str) -> str:
+        tool = _tool("cuobjdump")
+        folders = [str(tool.parent), *([str(_tool("nvdisasm").parent)] if what == "-sass" else [])]
+        path = os.pathsep.join([*folders, os.environ.get("PATH", "")])
+        command = [tool, what, self._cuda_build().library]
+        result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path})
+        if result.returncode:
+            raise ToolchainError(f"{tool} failed: {result.stderr.strip()}")
+        return result.stdout
+
+    def _cuda_build(self) -> Build:
+        for target, library in reversed(self._libraries.items()):
+            if target.backend == "cuda":
+                return library.build
+        self.build("cuda")
+        return self._cuda_build()
+
+    def _library(self, target: Target) -> Library:
+        library = self._libraries.pop(target, None) or self._open(target)
+        self._libraries[target] = library  # the last one used is last
+        return library
+
+    def _open(self, target: Target) -> Library:
+        folders = self._source.include_folders
+        try:
+            return Library(_find_or_build(self._source, target), folders)
+        except OSError:  # it was deleted since it was found
+            return Library(_find_or_build(self._source, target), folders)
+
+    def _is_current(self) -> bool:
+        """Whether what was built is what would be built now."""
+        return all(header.is_current() for library in self._libraries.values() for header in library.headers)
 
 
-def _checked(export: Export, arguments: Sequence[Any]) -> tuple[torch.device, list[Any]]:
-    """The device of a call, and what to pass. Raises TypeError or ValueError naming the argument."""
-    if len(arguments) != len(export.parameters):
-        names = ", ".join(parameter.name for parameter in export.parameters)
-        raise TypeError(
-            f"{export.name} takes {len(export.parameters)} arguments ({names}), got {len(arguments)}"
-        )
-    device, values = None, []
-    for parameter, value in zip(export.parameters, arguments, strict=True):
-        where = f"{export.name}: {parameter.name}"
-        if parameter.type in POINTERS:
-            values.append(_pointer(value, POINTERS[parameter.type], device, where))
-            device = device or value.device
+CALLER = """
+def {name}({parameters}):
+    \"\"\"{declaration}\"\"\"
+    try:
+        _index = {first}.get_device()
+        _plain = {checks}
+    except Exception:
+        _plain = False
+    if not _plain:
+        _index, {values} = _carefully(({parameters},))
+    _code = (_functions.get(_index) or _open(_index))({values})
+    if _code:
+        _fail(_index, _code)
+"""
+POINTER_CHECK = (
+    "isinstance({name}, _Tensor) and {name}.dtype is _{name}_dtype and {name}.get_device() == _index"
+    " and {name}.is_contiguous() and not {name}.is_neg()"
+    " and (_{name} := {name}.data_ptr()) and not _{name} & 15"
+)
+SCALAR_CHECK = "type({name}) is {type} and {low!r} <= {name} <= {high!r}"
+
+
+def _caller(kernels: Kernels, export: Export) -> Callable[..., None]:
+    """The Python function for an EXPORT function.
+
+    It is written out for the signature: a loop over the parameters would cost more than most launches. It
+    lets through what is plainly right, and leaves all else to `_checked`, which names what is wrong.
+    """
+    functions: dict[int, Callable[..., int]] = {}
+    libraries: dict[int, Library] = {}
+
+    def open_for(index: int) -> Callable[..., int]:
+        target = Target("cpu", "") if index < 0 else Target("cuda", _arch_of(index))
+        library = libraries[index] = kernels._library(target)
+        functions[index] = library.on_cpu(export) if index < 0 else library.on_gpu(export, index)
+        return functions[index]
+
+    def fail(index: int, code: int) -> None:
+        raise RuntimeError(f"{export.name}: {libraries[index].error_text(code)}")
+
+    names = {
+        "_Tensor": Tensor,
+        "_carefully": functools.partial(_checked, export),
+        "_functions": functions,
+        "_open": open_for,
+        "_fail": fail,
+    }
+    checks, values = [], []
+    for name, c_type in export.parameters:
+        if c_type in POINTERS:
+            names[f"_{name}_dtype"] = POINTERS[c_type]
+            checks.append(POINTER_CHECK.format(name=name))
+            values.append(f"_{name}")
         else:
-            values.append(_scalar(value, parameter.type, where))
-    return device, values
+            low, high = RANGES[c_type]
+            checks.append(SCALAR_CHECK.format(name=name, type=type(low).__name__, low=low, high=high))
+            values.append(name)
+    text = CALLER.format(
+        name=export.name,
+        parameters=", ".join(name for name, _ in export.parameters),
+        declaration=export.declaration,
+        first=next(name for name, c_type in export.parameters if c_type in POINTERS),
+        checks=" and ".join(checks),
+        values=", ".join(values),
+    )
+    exec(text, names)
+    return names[export.name]
 
 
-def _pointer(value: Any, dtype: torch.dtype, device: torch.device | None, where: str) -> int:
+def _checked(export: Export, arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """The device's index (-1 for the CPU) and what to pass to the C function.
+
+    Raises TypeError or ValueError naming the first argument that is wrong.
+    """
+    first, values = None, []
+    for (name, c_type), value in zip(export.parameters, arguments, strict=True):
+        where = f"{export.name}: {name}"
+        if c_type in SCALARS:
+            values.append(_checked_scalar(value, c_type, where))
+            continue
+        values.append(_checked_pointer(value, POINTERS[c_type], where))
+        first = first or (name, value.device)
+        if value.device != first[1]:
+            raise ValueError(f"{where}: expected on {first[1]}, where {first[0]} is, got {value.device}")
+    return (-1 if first[1].type == "cpu" else first[1].index), *values
+
+
+def _checked_pointer(value: Any, dtype: torch.dtype, where: str) -> int:
     if not isinstance(value, Tensor):
-        raise TypeError(f"{where}: expected a tensor, got {type(value).__name__}")
+        raise TypeError(
+            f"{where}: expected a tensor, got {'None' if value is None else type(value).__name__}"
+        )
+    if value.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{where}: expected a CPU or CUDA tensor, got one on {value.device}")
     if value.dtype != dtype:
         raise TypeError(f"{where}: expected {dtype}, got {value.dtype}")
-    if value.device != (device or value.device) or value.device.type not in ("cpu", "cuda"):
-        raise ValueError(f"{where}: expected on {device or 'a CPU or CUDA device'}, got {value.device}")
+    if value.layout != torch.strided:
+        raise TypeError(f"{where}: expected a dense tensor, got {value.layout}")
     if not value.is_contiguous():
-        raise ValueError(f"{where}: must be contiguous, got strides {value.stride()}")
-    address = value.data_ptr()
+        raise ValueError(f"{where}: must be contiguous, got strides {value.stride()}; pass a contiguous copy")
+    if value.is_neg():
+        raise ValueError(f"{where}: is negated lazily, its memory has the opposite sign; pass .resolve_neg()")
+    try:
+        address = value.data_ptr()
+    except RuntimeError as error:  # a tensor without memory, such as a tracer's
+        raise TypeError(
+            f"{where}: expected a tensor with memory, got {type(value).__name__}: {error}"
+        ) from None
     if address == 0:
-        raise ValueError(f"{where}: is empty, shape {tuple(value.shape)}")
+        raise ValueError(f"{where}: has no elements, shape {tuple(value.shape)}")
     if address % 16:
-        raise ValueError(f"{where}: must start at a multiple of 16 bytes, got {address:#x}; call .clone()")
+        raise ValueError(
+            f"{where}: must start at a multiple of 16 bytes, as new tensors do, but starts {address % 16} "
+            f"bytes after one; pass a clone"
+        )
     return address
 
 
-def _scalar(value: Any, c_type: str, where: str) -> float:
-    if isinstance(value, bool | Tensor) or not hasattr(value, "__index__" if "int" in c_type else "__float__"):
-        raise TypeError(f"{where}: expected {c_type}, got {type(value).__name__}")
-    if "int" not in c_type:
-        return float(value)
-    bits = 31 if c_type == "int" else 63
-    if not -(2**bits) <= int(value) < 2**bits:
-        raise ValueError(f"{where}: {value} does not fit into {c_type}")
-    return int(value)
+def _checked_scalar(value: Any, c_type: str, where: str) -> float:
+    low, high = RANGES[c_type]
+    convert = "__index__" if isinstance(low, int) else "__float__"
+    if isinstance(value, bool | Tensor) or not hasattr(value, convert):
+        kind = "None" if value is None else type(value).__name__
+        raise TypeError(f"{where}: expected {type(low).__name__}, got {kind}")
+    number = value.__index__() if isinstance(low, int) else float(value)
+    if not low <= number <= high and math.isfinite(number):
+        raise ValueError(f"{where}: {number} does not fit into {c_type}")
+    return number
 
 
-def _resources(log: str) -> list[dict[str, Any]]:
+# ---- what ptxas reports
+
+
+class Usage(NamedTuple):
+    """What one kernel takes."""
+
+    kernel: str
+    registers: int  # a thread
+    spill_stores: int  # bytes a thread
+    spill_loads: int  # bytes a thread
+    shared_bytes: int  # static, a block
+    stack_bytes: int  # a thread
+
+
+ENTRY = re.compile(
+    r"entry function '(?P<symbol>\w+)'(?P<properties>.*?)Used (?P<registers>\d+) registers(?P<rest>.*)",
+    re.S,
+)
+FRAME = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+
+
+def resources_in(log: str) -> list[Usage]:
+    """The resources of each kernel in what `ptxas -v` printed."""
     rows = []
-    for part in log.split("Compiling entry function '")[1:]:
-        numbers = {
-            column: int(match[1]) if (match := re.search(pattern, part)) else 0
-            for column, pattern in {
-                "registers": r"Used (\d+) registers",
-                "spill_stores": r"(\d+) bytes spill stores",
-                "spill_loads": r"(\d+) bytes spill loads",
-                "shared_bytes": r"(\d+) bytes smem",
-                "stack_bytes": r"(\d+) bytes stack frame",
-            }.items()
-        }
-        rows.append({"kernel": demangle(part.partition("'")[0]), **numbers})
+    for part in re.split(r"(?=ptxas info\s*: Compiling entry function)", log):
+        if match := ENTRY.search(part):
+            symbol = match["symbol"]
+            frame = re.search(rf"properties for {symbol}\s+{FRAME}", match["properties"])
+            stack, stores, loads = map(int, frame.groups()) if frame else (0, 0, 0)
+            shared = re.search(r"(\d+) bytes smem", match["rest"].partition("\n")[0])
+            shared_bytes = int(shared[1]) if shared else 0
+            rows.append(Usage(demangle(symbol), int(match["registers"]), stores, loads, shared_bytes, stack))
     return rows
 
 
-def demangle(symbol: str) -> str:
-    """A kernel's name without its parameters: `_Z4copyILi4EEvPf` → `copy<4>`."""
-    convert = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
-    convert.restype = ctypes.c_void_p
-    status = ctypes.c_int()
-    address = convert(symbol.encode(), None, None, ctypes.byref(status))
-    if not address:
-        return symbol
-    words = ctypes.string_at(address).decode()
-    ctypes.CDLL(None).free(ctypes.c_void_p(address))
-    return words.removeprefix("void ").replace("(anonymous namespace)::", "").partition("(")[0]
+# ---- loading
 
-
-_loaded: dict[Any, Kernels] = {}
+_loaded: dict[Any, tuple[Snapshot | None, Kernels]] = {}  # what `load` was given → what it returned
 
 
 def load(
-    source: Path | str, defines: Mapping[str, Any] | None = None, flags: Sequence[str] = (), name: str | None = None
+    source: Path | str,
+    defines: Mapping[str, Any] | None = None,
+    flags: Sequence[str] = (),
+    name: str | None = None,
 ) -> Kernels:
-    """The functions of a CUDA source: a Path, or the text itself (then `name` stands for a file's name)."""
-    if isinstance(source, Path):
-        path = source.resolve()
-        text, file, folder = path.read_text(encoding="utf-8"), str(path), str(path.parent)
-    else:
-        text, file, folder = source, f"{name or 'source'}.cu", None
-    key = Source(text, file, folder, tuple(sorted((defines or {}).items())), tuple(flags))
-    kernels = _loaded.get(key)
-    if kernels is None or not kernels_current(kernels):
-        kernels = _loaded[key] = Kernels(key)
+    """The EXPORT functions of a CUDA source. Nothing is compiled until one is called, or `build`.
+
+    `source` is the Path of a file or the text itself, which errors then call by `name`. `defines` become -D
+    options, `flags` further options of nvcc; the CPU's compiler takes -D, -U and -I of them. With unchanged
+    source and headers the same object is returned, within microseconds. Raises ValueError where the source
+    has no EXPORT function that can be called, naming the line.
+    """
+    if isinstance(flags, str):
+        raise TypeError(f"flags: expected a list of options, got the text {flags!r}; pass [{flags!r}]")
+    defined = tuple(defines.items()) if defines else ()
+    key = (source, defined, tuple(flags), name, *map(os.environ.get, (*CHOOSING, *CHANGING)))
+    if key in _loaded:
+        file, kernels = _loaded[key]
+        if (file is None or file.is_current()) and kernels._is_current():
+            return kernels
+    file, kernels = _loaded[key] = _read(source, defined, tuple(flags), name)
     return kernels
 
 
-def kernels_current(kernels: Kernels) -> bool:
-    return all(
-        _digest_of(path) == digest
-        for library in kernels._libraries.values()
-        for path, digest in library.build.dependencies
-        if not path.startswith(("/usr", str(Path(torch.__file__).parent.parent)))
+def _read(
+    source: Path | str, defines: tuple, flags: tuple, name: str | None
+) -> tuple[Snapshot | None, Kernels]:
+    if isinstance(source, str):
+        if "\n" not in source and source.endswith((".cu", ".cuh")):
+            raise ValueError(f"source: got the text {source!r}; for a file pass Path({source!r})")
+        return None, Kernels(Source(source, f"{name or 'source'}.cu", None, defines, flags))
+    path = os.path.abspath(source)
+    content = Path(path).read_bytes()
+    text = content.decode("utf-8")
+    return Snapshot(path, _digest(content)), Kernels(
+        Source(text, path, os.path.dirname(path), defines, flags)
     )
 
 
-def prebuild(items: Iterable[Any], progress: bool = True) -> None:
-    for item in items:
-        item.build("cuda")
+def prebuild(
+    items: Iterable[Kernels], backend: Backend | None = None, arch: str | None = None, progress: bool = True
+) -> None:
+    """Build several sources at once, a process a core, with a progress bar.
 
+    All are built even if some fail; then the first error is raised. An interrupt ends all compilers.
+    """
+    from concurrent.futures import ThreadPoolExecutor, as_completed
 
-def clean() -> None:
-    shutil.rmtree(cache_folder() / "builds", ignore_errors=True)
+    from tqdm.auto import tqdm
 
-
-_ = (time, warnings)
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        futures = [pool.submit(kernels.build, backend, arch) for kernels in items]
+        try:
+            for _ in tqdm(as_completed(futures), total=len(futures), desc="compiling", disable=not progress):
+                pass
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in futures):
+                for staging in list(_stagings):
+                    _kill_compilers(staging)
+                time.sleep(0.01)
+            raise
+    for future in futures:
+        future.result()

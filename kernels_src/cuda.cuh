@@ -32,7 +32,7 @@
 #define SYNCTHREADS(...) __syncthreads()
 #define REQUIRE_ALIGNED(pointer, bytes)
 
-namespace gpu {
+namespace [[gnu::visibility("hidden")]] gpu {
 
 // Of the last launch on this OS thread that failed.
 inline thread_local cudaError_t last_error = cudaSuccess;

@@ -17,6 +17,16 @@
 
 #include <type_traits>
 
+// A block gets registers for its threads when it starts, as many for each, a multiple of 8, and
+// shares them anew with registers_decrease and registers_increase. What would exceed them waits,
+// for ever if no warp gives some back: whether so many warps with so many registers a thread fit.
+constexpr bool registers_suffice(int loading_warps, int decreased, int multiplying_warps,
+                                 int increased) {
+    const int threads = (loading_warps + multiplying_warps) * kWarpSize;
+    const int at_start = 65536 / threads / 8 * 8 * threads;
+    return (loading_warps * decreased + multiplying_warps * increased) * kWarpSize <= at_start;
+}
+
 enum class Major { K = 0, MN = 1 };
 using Barrier = uint64_t;  // an mbarrier in shared memory; starts in phase 0
 
@@ -215,6 +225,14 @@ __device__ inline void cluster_sync() {
         "barrier.cluster.arrive.release.aligned;\n"
         "barrier.cluster.wait.acquire.aligned;" ::
             : "memory");
+}
+// The same place in the shared memory of the cluster's block `rank`, for ordinary loads and stores
+// between two cluster_sync: the block must have started, and not have ended.
+template <typename T>
+__device__ inline T* cluster_pointer(T* shared, uint32_t rank) {
+    uint64_t address;
+    asm volatile("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
+    return reinterpret_cast<T*>(address);
 }
 // `threads` threads of the block, whole warps; index 1 to 15 (0 is __syncthreads).
 __device__ inline void named_barrier(int index, int threads) {

@@ -76,7 +76,9 @@ __global__ void shuffle(const float* x, float* y, int bug) {
     float value = x[first + t];
     if (lane >= 16 && bug == 3) return;
     if (lane < 16 || bug == 0 || bug > 3) {
-        const uint32_t mask = bug == 4 ? ~(1u << lane) : bug == 5 ? 0xFFFF << (lane & 16) : kFullMask;
+        const uint32_t mask = bug == 4   ? ~(1u << lane)
+                              : bug == 5 ? 0xFFFF << (lane & 16)
+                                         : kFullMask;
         if (bug == 6 && lane >= 16) {
             __ballot_sync(mask, 1);  // vote
         } else {
@@ -125,12 +127,41 @@ __global__ void dynamic_shared_of(const float* x, float* y, int bytes) {
     y[at] = x[at];
 }
 
+// y = x by way of a large local array, with the bug larger than a stack
+__global__ void local_array(const float* x, float* y, int bug) {
+    volatile float local[70000];
+    const int at = blockIdx.x * kThreads + threadIdx.x, last = bug ? 70000 : 16;
+    for (int i = 0; i < last; ++i) local[69999 - i] = x[at];
+    y[at] = local[69999 - threadIdx.x % 16];
+}
+
+// y = x, handed from warp 0 to warp 1 and back at named barriers, and once more when a counter says
+// so; bug 1: one side expects fewer threads; 2: nobody counts
+__global__ void waiting(const float* x, float* y, int bug) {
+    SHARED(float, tile, [kThreads]);
+    SHARED(int, count, );
+    const int t = threadIdx.x, first = blockIdx.x * kThreads;
+    if (t == 0) count = 0;
+    tile[t] = -x[first + t];
+    __syncthreads();
+    if (t >= 32) {
+        tile[t - 32] = -tile[t - 32];
+        cpu::barrier_sync(3, kThreads, "barrier");  // upper warp
+    } else {
+        cpu::barrier_sync(3, bug == 1 ? 32 : kThreads, "barrier");  // lower warp
+        tile[t + 32] = -tile[t + 32];
+        if (bug != 2) count += 1;
+    }
+    cpu::wait_until([&] { return count == 32; }, "the count");  // counted
+    y[first + t] = tile[t];
+}
+
 // One of the kernels above, counted from 0.
 EXPORT cudaError_t planted(const float* x, float* y, int blocks, int number, int bug,
                            cudaStream_t stream) {
     void (*const kernels[])(const float*, float*, int) = {
         missing_barrier, overwritten_too_early, shared_overrun, shared_overread, divergent_barrier,
-        shuffle,         uninitialised,         misaligned};
+        shuffle,         uninitialised,         misaligned,     local_array,     waiting};
     return LAUNCH(kernels[number], dim3(blocks), dim3(kThreads), kThreads * sizeof(float), stream)(
         x, y, bug);
 }

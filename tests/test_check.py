@@ -17,7 +17,7 @@ from workbench.guard import GuardedMemory
 
 ATTENTION = OPERATORS["msa_column_attention"]
 OUTER = OPERATORS["outer_product_mean"]
-NOTHING = "EXPORT cudaError_t nothing(int n, cudaStream_t stream) { return cudaSuccess; }"
+NOTHING = "EXPORT cudaError_t nothing(float* x, cudaStream_t stream) { return cudaSuccess; }"
 
 
 def stage_of(operator, compute, precision="fp32"):

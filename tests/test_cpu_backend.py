@@ -47,7 +47,7 @@ def under_schedules(call):
 
 def planted(bugs, name, bug, blocks=5):
     """x, and y as the kernel computes it."""
-    x = torch.randn(blocks * THREADS)
+    x = torch.arange(1.0, blocks * THREADS + 1)
     y = torch.full_like(x, torch.nan)
     if name in KERNELS:
         bugs.planted(x, y, blocks, KERNELS.index(name), bug)
@@ -67,9 +67,11 @@ def test_indices(kernels, device, blocks, threads):
     count = torch.tensor(blocks).prod(), torch.tensor(threads).prod()
     out = torch.full((*count, 8), torch.nan, device=device)
     kernels.indices(out, *blocks, *threads)
-    places = itertools.product(*(range(n) for n in (*reversed(blocks), *reversed(threads))))
-    expected = [[b[0], b[1], b[2], t[0], t[1], t[2], threads[0], blocks[0]] for b, t in
-                ((place[2::-1], place[:2:-1]) for place in places)]  # fmt: skip
+    ranges = (range(extent) for extent in (*reversed(blocks), *reversed(threads)))
+    expected = [
+        [bx, by, bz, tx, ty, tz, threads[0], blocks[0]]
+        for bz, by, bx, tz, ty, tx in itertools.product(*ranges)
+    ]
     assert torch.equal(out.cpu().view(-1, 8), torch.tensor(expected, dtype=torch.float32))
 
 
@@ -178,8 +180,8 @@ def test_a_missing_barrier_changes_the_result(bugs, name):
     assert max(under_schedules(lambda: difference(1))) > 0
 
 
-RIGHT = ["shared_overrun", "shared_overread", "divergent_barrier", "shuffle", "misaligned", "static_shared",
-         "dynamic_shared"]  # fmt: skip
+RIGHT = ["shared_overrun", "shared_overread", "divergent_barrier", "shuffle", "misaligned", "local_array",
+         "waiting", "static_shared", "dynamic_shared"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RIGHT)
@@ -205,6 +207,8 @@ REPORTED = [
     ("shuffle", 4, "// exchange", r"lane \d+ is not in its own mask"),
     ("shuffle", 5, "// exchange", r"lane (\d+) reads lane \d+, which takes no part"),
     ("shuffle", 6, "// (exchange|vote)", "comes to __(shfl_xor|ballot)_sync .* at __(shfl_xor|ballot)"),
+    ("waiting", 1, "// (upper|lower) warp", "barrier (for ever|3 is for .. threads here, and for)"),
+    ("waiting", 2, "// counted", "64 threads wait at the count for ever"),
     ("misaligned", 1, "// sixteen bytes", "misaligned address"),
     ("static_shared", 1, r"SHARED\(float, value", r"49153 bytes of static shared memory \(at most 49152"),
 ]  # fmt: skip
@@ -234,6 +238,11 @@ def test_dynamic_shared_memory_over_the_limit(bugs):
         planted(bugs, "dynamic_shared", 1)
 
 
+def test_local_variables_that_overflow_the_stack(bugs):
+    with pytest.raises(RuntimeError, match=r"thread \(\d+,0,0\): local variables of more than 262144 bytes"):
+        planted(bugs, "local_array", 1)
+
+
 def test_reading_past_a_shared_array_gives_nan(bugs):
     _, y = planted(bugs, "shared_overread", 1)
     assert y.view(-1, THREADS).isnan().nonzero()[:, 1].tolist() == [THREADS - 1] * 5
@@ -246,11 +255,36 @@ def test_shared_memory_that_was_never_written_is_nan(bugs):
     assert y.isnan().all()
 
 
+# ---- what a caller may rely on
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+@pytest.mark.parametrize("arguments", ["x", "x, n, n", "x, 1.0f, n, n"])
+def test_wrong_arguments_of_a_kernel_are_a_compile_error_in_their_line(backend, arguments):
+    text = f"""#include "cuda.cuh"
+__global__ void kernel(float* x, const float* y, int n) {{ x[n] = y[n]; }}
+EXPORT cudaError_t run(float* x, int n, cudaStream_t stream) {{
+    return LAUNCH(kernel, dim3(1), dim3(1), 0, stream)({arguments});
+}}
+"""
+    with pytest.raises(jit_loader.KernelCompileError) as error:
+        jit_loader.load(text).build(backend)
+    assert error.value.line == 4
+
+
+@pytest.mark.parametrize("header", ["cuda.cuh", "tensor_core.cuh", "hopper.cuh"])
+def test_headers_leave_the_letters_of_shapes_to_defines(header):
+    """A stage is compiled with -DD=64 and the like, before any header."""
+    function = "EXPORT cudaError_t run(float* x, cudaStream_t stream) { return cudaSuccess; }"
+    text = f'#include "{header}"\n{function}'
+    jit_loader.load(text, defines={letter: 7 for letter in "ABCDHMNPS"}).build("cpu")
+
+
 # ---- speed, and the sanitizers
 
 
 def test_a_seed_size_kernel_takes_well_under_a_second(kernels):
-    x = torch.randn(64 * 256)
+    x = torch.arange(64.0 * 256) / 256
     out = torch.full_like(x, torch.nan)
     kernels.busy(x, out, 64)  # compiles
     start = time.perf_counter()
@@ -278,9 +312,11 @@ EXPORT cudaError_t run(const float* x, float* y, int bug, cudaStream_t stream) {
 RUN_SANITIZED = """
 import sys, torch, jit_loader
 from pathlib import Path
+kernels = jit_loader.load(Path(sys.argv[1]))
 x, y = torch.randn(64), torch.empty(64)
-jit_loader.load(Path(sys.argv[1])).run(x, y, int(sys.argv[2]))
-print("equal" if torch.equal(x, y) else "different")
+kernels.run(x, y, 0)
+print("right:", "equal" if torch.equal(x, y) else "different", file=sys.stderr)
+kernels.run(x, y, int(sys.argv[2]))
 """
 
 
@@ -303,25 +339,20 @@ def sanitized(tmp_path_factory):
         }
         command = [sys.executable, "-c", RUN_SANITIZED, str(source), str(bug)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-        return done.returncode, done.stdout + done.stderr
+        return done.returncode, done.stderr
 
     return source, run
-
-
-def test_a_right_kernel_passes_the_sanitizers(sanitized):
-    _, run = sanitized
-    code, output = run(0)
-    assert code == 0 and "equal" in output, output
-    assert "Sanitizer" not in output and "runtime error" not in output
 
 
 @pytest.mark.parametrize(
     "bug,marker,kind", [(1, "// shared", "use-after-poison"), (2, "// global", "heap-buffer-overflow")]
 )
-def test_the_sanitizers_name_the_line(sanitized, bug, marker, kind):
+def test_the_sanitizers_pass_what_is_right_and_name_the_line_of_what_is_not(sanitized, bug, marker, kind):
     source, run = sanitized
     (line,) = (i for i, text in enumerate(source.read_text().splitlines(), 1) if marker in text)
     code, output = run(bug)
+    right, _, wrong = output.partition("right: equal")
+    assert wrong and "Sanitizer" not in right and "runtime error" not in right, output
     assert code != 0
-    assert re.search(rf"ERROR: AddressSanitizer: {kind}", output), output
-    assert re.search(rf"#0 .* in kernel\(.*{source.name}:{line}\b", output), output
+    assert re.search(rf"ERROR: AddressSanitizer: {kind}", wrong), output
+    assert re.search(rf"#0 .* in kernel\(.*{source.name}:{line}\b", wrong), output

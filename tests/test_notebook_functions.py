@@ -186,7 +186,7 @@ def test_every_stage_predicts():
     for operator in (ATTENTION, OPM):
         for stage in operator.stages:
             said = notebook.predicted(stage)
-            assert re.match(r"Predicts\b.*\d", said), f"{operator.name}/{stage.name}: {said}"
+            assert re.search(r"\d", said), f"{operator.name}/{stage.name}: {said}"
             assert not re.search(r"\b(Bytes|Operations|Shapes)\b[^.]{0,30}:", said)
 
 
@@ -230,7 +230,7 @@ def test_a_timeline_counts_kernels_and_busy_time():
     figure = timeline.draw({"eager": eager, "03_single_kernel": fused}, "title")
     (axes,) = figure.axes
     said = [text.get_text() for text in axes.texts]
-    assert said == ["2 kernels, busy for 5 µs", "1 kernels, busy for 4 µs"]
+    assert said == ["2 kernels, busy for 5 µs", "1 kernel, busy for 4 µs"]
     assert [len(bars.get_paths()) for bars in axes.collections] == [2, 1]
 
 

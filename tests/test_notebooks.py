@@ -145,8 +145,11 @@ def test_normal_form_drops_what_only_one_run_has():
     bar = "\rtiming:  0%|    | 0/2\rtiming: 100%|████| 2/2\r"
     outputs = [
         new_output("stream", name="stderr", text=bar),
+        new_output(
+            "stream", name="stderr", text="auto.py:21: TqdmWarning: IProgress not found. Please\n  from x\n"
+        ),
         new_output("stream", name="stdout", text=f"{bar}kept\nin {execute.ROOT}/results, {sys.prefix}/bin\n"),
-        new_output("display_data", data={"application/vnd.jupyter.widget-view+json": {}}),
+        new_output("display_data", data={execute.WIDGET: {}, "text/plain": "timing: 0%"}),
         new_output("display_data", data={"image/png": "AAAA"}, metadata={"image/png": {"width": 5}, "x": 1}),
     ]
     cell = new_code_cell("1", outputs=outputs, metadata={"execution": {"iopub.execute_input": "now"}})

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from kernels_src import OPERATORS
 from workbench import views
+from workbench.annotations import annotated_html, instructions_by_line
 
 OUTER = OPERATORS["outer_product_mean"]
 FIRST, SECOND = OUTER.stages[:2]
@@ -70,3 +71,38 @@ def test_instructions_are_counted_by_family():
     assert list(table.columns) == ["HGMMA", "HMMA", "LDG.128", "LDG", "LDS", "BAR", "local", "all"]
     assert table.loc["first_kernel"].tolist() == [1, 1, 1, 1, 0, 1, 1, 8]
     assert table.loc["second_kernel"].tolist() == [0, 0, 0, 0, 1, 0, 0, 2]
+
+
+PTX = """
+\t.file\t1 "/some/where/01_stage.cu"
+\t.file\t2 "/some/where/cuda.cuh"
+\t.loc\t1 12 5
+\tld.global.nc.v4.f32 \t{%f1, %f2, %f3, %f4}, [%rd1];
+@%p1 bra \t$L__BB0_2;
+\tfma.rn.f32 \t%f5, %f1, %f2, %f3;
+\tfma.rn.f32 \t%f5, %f1, %f2, %f5;
+\t.loc\t2 40 3, function_name $L__info_string0, inlined_at 1 14 9
+\tshfl.sync.bfly.b32 \t%r1, %r2, 16, 31, -1;
+\t.loc\t1 15 5
+\tbar.sync \t0;
+@!%p2 st.global.f32 \t[%rd2], %f5;
+"""
+
+
+def test_ptx_is_counted_by_the_line_it_came_from():
+    counts = instructions_by_line(PTX, "01_stage.cu")
+    assert counts == {
+        12: {"global read of 16 bytes": 1, "fma": 2},
+        15: {"barrier": 1, "global write": 1},
+    }
+
+
+def test_notes_stand_beside_the_lines_they_are_about():
+    stage = OUTER.stage("04")
+    lines = stage.code.splitlines()
+    rows = text_of(annotated_html(OUTER, stage))
+    assert len(rows) == len(lines)
+    noted = {number: row for number, row in enumerate(rows) if "registers" in row}
+    assert len(noted) == 1 and all("block_per_pair_looped_kernel(" in lines[number] for number in noted)
+    barriers = [number for number, line in enumerate(lines) if line.strip() == "__syncthreads();"]
+    assert barriers and all("barrier" in rows[number] for number in barriers)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,12 +18,12 @@ from tqdm.auto import tqdm
 import jit_loader
 from kernels_src import OPERATORS
 from kernels_src.operator import Operator, Stage
-from workbench.check import Check, check_problem, default_device
+from workbench.check import Check, check_problem, default_device, failed_check
 from workbench.plots import time_text
 from workbench.problem import CASES, Problem, pose
-from workbench.selection import select, shapes_to_check
+from workbench.selection import distinct_shapes, named_shapes, select, shapes_to_check
 
-BENCH_SHAPES = ("seed", "af2", "extra", "extra_long")
+RESOURCES = ("spill_stores", "spill_loads", "stack_bytes")  # what a kernel should have none of
 
 
 class UserError(Exception):
@@ -32,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         return options.run(options)
-    except (UserError, jit_loader.KernelCompileError) as error:
+    except (UserError, jit_loader.KernelCompileError, jit_loader.ToolchainError) as error:
         print(f"workbench {options.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt:
@@ -42,7 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def doctor(options: argparse.Namespace) -> int:
     """What was found, what will run where, what to install."""
-    raise NotImplementedError
+    from workbench.doctor import examine
+
+    found = examine()
+    print(found.text())
+    return 0 if found.runs_on_cpu or found.runs_on_gpu else 1
 
 
 def list_all(options: argparse.Namespace) -> int:
@@ -59,29 +66,30 @@ def list_all(options: argparse.Namespace) -> int:
 def check(options: argparse.Namespace) -> int:
     """Check stages against float64, a line for each stage and shape."""
     device = _device(options.device)
+    plan = [
+        (operator, stages, name, shape)
+        for operator, stages in _selected(options.target)
+        for name, shape in _known(lambda of=operator: shapes_to_check(of, options.shape, device)).items()
+    ]
+    _prebuild(plan, device)
     results: list[Check] = []
-    for operator, stages in _selected(options.target):
-        shapes = _known(lambda operator=operator: shapes_to_check(operator, options.shape, device))
-        for name, shape in shapes.items():
-            problems: dict[tuple[str, str], Problem] = {}
-            for stage in tqdm(stages, desc=f"{operator.name} {name}", unit="stage", leave=False):
-                reason = stage.unsupported(shape)
-                if device == "cpu" and not stage.on_cpu:
-                    reason = "it uses instructions that have no CPU model"
+    with tqdm(total=sum(len(stages) for _, stages, _, _ in plan), unit="stage", leave=False) as bar:
+        for operator, stages, name, shape in plan:
+            bar.set_description(f"{operator.name} {name}")
+            problems: dict[tuple[str, str], Problem] = {}  # shared by the stages of a precision
+            for stage in stages:
+                reason = _not_checked(stage, shape, device)
                 if reason:
-                    print(f"{operator.name}/{stage.name} {name}: skipped, {reason}")
-                    continue
-                of_stage = []
-                for case in CASES:
-                    key = (case, stage.precision)
-                    if key not in problems:
-                        problems[key] = pose(operator, shape, case, precision=stage.precision, device=device)
-                    of_stage.append(_checked(stage, problems[key], name))
-                print(_line_of(of_stage))
-                results += of_stage
+                    line = f"{operator.name}/{stage.name} {name}: skipped, {reason}"
+                else:
+                    done = [_checked(operator, stage, case, name, shape, device, problems) for case in CASES]
+                    results += done
+                    line = _line_of(done)
+                tqdm.write(line, file=sys.stdout)
+                bar.update()
     failed = sum(not result.passed for result in results)
     print(f"{len(results) - failed} passed, {failed} failed")
-    return 1 if failed else 0
+    return 1 if failed or not results else 0
 
 
 def bench(options: argparse.Namespace) -> int:
@@ -92,37 +100,48 @@ def bench(options: argparse.Namespace) -> int:
     from workbench.roofline import measure_ceilings
     from workbench.views import resources
 
-    if not torch.cuda.is_available():
-        raise UserError(
-            "needs an NVIDIA GPU, and none was found; `check --device cpu` runs the stages without one"
+    _require_gpu()
+    wanted = [
+        group
+        for operator, stages in _selected(options.target)
+        for group in groups(
+            operator,
+            stages,
+            _known(lambda of=operator: _shapes_to_bench(of, options.shape)),
+            (options.dtype,) if options.dtype else DTYPES,
         )
-    dtypes = (options.dtype,) if options.dtype else DTYPES
+    ]
+    with contextlib.suppress(jit_loader.KernelCompileError, ValueError):  # reported when it is measured
+        sources = [stage.load(group.sizes) for group in wanted for stage in group.stages]
+        jit_loader.prebuild(sources, "cuda")
     ceilings = measure_ceilings()
     run = describe_run(ceilings)
     folder = folder_of(run["gpu"])
     complaints: list[str] = []
-    for operator, stages in _selected(options.target):
-        whole = options.target is None or "/" not in options.target
-        wanted = (
-            [options.shape] if options.shape else [name for name in BENCH_SHAPES if name in operator.shapes]
-        )
-        _known(lambda operator=operator, wanted=wanted: [operator.shapes[name] for name in wanted])
-        for group in groups(operator, stages, wanted, dtypes):
-            label = f"{operator.name} {group.shape} {group.dtype}"
 
-            def report(text: str, label: str = label) -> None:
-                complaints.append(f"{label}: {text}")
-                tqdm.write(complaints[-1], file=sys.stderr)
+    def report(text: str) -> None:
+        complaints.append(text)
+        tqdm.write(text, file=sys.stderr)
 
-            rows = measure(group, ceilings, baselines=whole, report=report, progress=True)
-            store(folder, operator, rows, run)
-            store_resources(
-                folder, pd.concat([resources(operator, each, group.shape) for each in group.stages])
-            )
-            print(_times(label, rows), flush=True)
-    failed = [text for text in complaints if "FAILED" in text]
-    print(f"results in {folder}; {len(failed)} failed")
+    for group in tqdm(wanted, desc="bench", unit="group"):
+        print(f"{group.operator.name} {group.shape} {group.dtype}")
+        alone = len(group.stages) == 1 and "/" in (options.target or "")
+        rows = measure(group, ceilings, baselines=not alone, report=report, progress=True)
+        store(folder, group.operator, rows, run)
+        measured = [stage for stage in group.stages if stage.name in {row["stage"] for row in rows}]
+        for stage in measured:
+            store_resources(folder, resources(group.operator, stage, group.shape))
+        print(_times(rows), flush=True)
+    failed = sum(text.startswith("FAILED") for text in complaints)
+    print(f"results in {folder}; {failed} failed")
     return 1 if failed else 0
+
+
+def _shapes_to_bench(operator: Operator, name: str | None) -> list[str]:
+    """The named shape, or all but the odd one, which is for checks. Raises KeyError naming the shapes."""
+    if name is None:
+        return [each for each in operator.shapes if each != "odd"]
+    return list(named_shapes(operator, name))[:1]
 
 
 def report(options: argparse.Namespace) -> int:
@@ -139,7 +158,29 @@ def report(options: argparse.Namespace) -> int:
 
 def build(options: argparse.Namespace) -> int:
     """Compile with nvcc and print registers, spills and shared memory. Returns 1 when anything spills."""
-    raise NotImplementedError
+    from workbench.views import resources
+
+    wanted = [
+        (operator, stage, shape)
+        for operator, stages in _selected(options.target)
+        for stage in stages
+        for shape in distinct_shapes(operator, stage)
+    ]
+    tables, errors = [], []
+    with contextlib.suppress(jit_loader.KernelCompileError, ValueError):  # reported below
+        sources = [stage.load(operator.shapes[shape]) for operator, stage, shape in wanted]
+        jit_loader.prebuild(sources, "cuda", options.arch)
+    for operator, stage, shape in wanted:
+        try:
+            tables.append(resources(operator, stage, shape, options.arch))
+        except (jit_loader.KernelCompileError, ValueError) as error:
+            errors.append(f"{operator.name}/{stage.name} {shape}: {error}")
+    table = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=list(RESOURCES))
+    lines = [table.to_string(index=False)] if len(table) else []
+    print("\n".join([*lines, *errors]))
+    bad = table[(table[list(RESOURCES)] > 0).any(axis=1)]
+    print(f"{len(table)} kernels, {len(bad)} of them spill or use local memory; {len(errors)} errors")
+    return 1 if len(bad) or errors else 0
 
 
 def export(options: argparse.Namespace) -> int:
@@ -158,31 +199,38 @@ def export(options: argparse.Namespace) -> int:
 
 
 def verify(options: argparse.Namespace) -> int:
-    """Try everything that can be tried on a GPU, and write results/<gpu>/verify.json."""
+    """Try everything that can be tried on a GPU, and record it in results/<gpu>/verify.json."""
     from workbench.provenance import describe_run
     from workbench.results import folder_of
     from workbench.roofline import measure_ceilings
-    from workbench.verify import as_json, summary
-    from workbench.verify import verify as try_all
+    from workbench.verify import PARTS, Tried, record, summary
+    from workbench.verify import verify as try_part
 
-    if not torch.cuda.is_available():
-        raise UserError(
-            "needs an NVIDIA GPU, and none was found; `check --device cpu` checks the stages without one"
-        )
-    tests = try_all(_selected(options.target), seeds=options.seeds)
+    _require_gpu()
     run = describe_run(measure_ceilings())
     path = folder_of(run["gpu"]) / "verify.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_json(tests, run))
+    tests: list[Tried] = []
+    for operator, stages in _selected(options.target):
+        for part in [options.part] if options.part else PARTS:
+            done = try_part(operator, stages, part, seeds=options.seeds)
+            only = f"/{stages[0].number}" if len(stages) < len(operator.stages) else ""
+            record(path, f"{operator.name}{only} {part}", done, run)
+            tests += done
     print(summary(tests).to_string())
     for test in tests:
         if test.outcome != "passed":
             print(f"{test.outcome}: {test.operator}/{test.stage} {test.kind}, {test.what}: {test.message}")
-    count = {
-        outcome: sum(test.outcome == outcome for test in tests) for outcome in ("passed", "failed", "not run")
-    }
+    outcomes = ("passed", "failed", "not run")
+    count = {outcome: sum(test.outcome == outcome for test in tests) for outcome in outcomes}
     print(", ".join(f"{number} {outcome}" for outcome, number in count.items()))
     return 1 if count["failed"] else 0
+
+
+def _require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise UserError(
+            "needs an NVIDIA GPU, and none was found; `check --device cpu` runs stages without one"
+        )
 
 
 def _selected(target: str | None) -> list[tuple[Operator, tuple[Stage, ...]]]:
@@ -203,21 +251,47 @@ def _device(name: str | None) -> str:
     return name or default_device()
 
 
-def _checked(stage: Stage, problem: Problem, shape: str) -> Check:
-    """Check a stage; one that raises has failed."""
+def _prebuild(plan: Sequence[tuple[Operator, tuple[Stage, ...], str, Any]], device: str) -> None:
+    """Compile on all cores; what does not compile is reported when it is checked."""
+    with contextlib.suppress(jit_loader.KernelCompileError, ValueError):
+        sources = [
+            stage.load(shape)
+            for _, stages, _, shape in plan
+            for stage in stages
+            if not _not_checked(stage, shape, device)
+        ]
+        jit_loader.prebuild(list(dict.fromkeys(sources)), "cuda" if device == "cuda" else "cpu")
+
+
+def _not_checked(stage: Stage, shape: Any, device: str) -> str | None:
+    if device == "cpu" and not stage.on_cpu:
+        return "it uses instructions that have no CPU model"
+    return stage.unsupported(shape)
+
+
+def _checked(
+    operator: Operator,
+    stage: Stage,
+    case: str,
+    name: str,
+    shape: Any,
+    device: str,
+    problems: dict[tuple[str, str], Problem],
+) -> Check:
+    """Check a stage in one case; one that raises has failed."""
+    key = (case, stage.precision)
+    if key not in problems:
+        problems[key] = pose(operator, shape, case, precision=stage.precision, device=device)
     try:
-        return check_problem(stage, problem, shape)
+        return check_problem(stage, problems[key], name)
     except Exception as error:  # whatever went wrong in it, the other stages are still checked
-        nan = float("nan")
-        message = f"{type(error).__name__}: {error}"
-        return Check(problem.operator.name, stage.name, shape, problem.case, problem.seed, nan, nan,
-                     problem.eager_error, problem.tolerance, False, message)  # fmt: skip
+        return failed_check(stage, problems[key], name, f"{type(error).__name__}: {error}")
 
 
 def _line_of(results: Sequence[Check]) -> str:
     """One line for all cases of a stage at a shape, and one for each that failed."""
     first, failed = results[0], [result for result in results if not result.passed]
-    worst = max(results, key=lambda result: result.max_abs_error / result.tolerance)
+    worst = max(results, key=lambda result: result.max_abs_error if result.passed else math.inf)
     verdict = f"{len(failed)} of {len(results)} cases FAILED" if failed else f"{len(results)} cases passed"
     lines = [
         f"{first.operator}/{first.stage} {first.shape}: {verdict}; largest error {worst.max_abs_error:.1e}"
@@ -226,14 +300,20 @@ def _line_of(results: Sequence[Check]) -> str:
     return "\n".join(lines + [f"  {result.case}: {result.message}" for result in failed])
 
 
-def _times(label: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def _times(rows: Sequence[Mapping[str, Any]]) -> str:
     """A line for each row of a group."""
-    lines = [
+    return "\n".join(
         f"  {row['stage']:28} {time_text(row['p50_us']):>9}  call {time_text(row['call_us']):>9}"
         f"  {row['tflops']:8.3g} TFLOP/s  {row['percent_of_bound']:5.3g} % of the bound"
         for row in rows
-    ]
-    return "\n".join([label, *lines])
+    )
+
+
+def _arch(text: str) -> str:
+    """A compute capability. Raises ArgumentTypeError, of which argparse makes an error of one line."""
+    if not re.fullmatch(r"\d+\.\d[af]?", text):
+        raise argparse.ArgumentTypeError(f"expected a compute capability such as 9.0a, got {text!r}")
+    return text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -266,11 +346,14 @@ def _parser() -> argparse.ArgumentParser:
     benching.add_argument("--dtype", choices=("fp32", "bf16"), help="default: both")
     command("report", report)
     building = command("build", build, target="OP[/NN]")
-    building.add_argument("--arch", metavar="9.0a", help="default: of the GPU, or the newest that nvcc knows")
+    building.add_argument(
+        "--arch", metavar="9.0a", type=_arch, help="default: of the GPU, or the newest that nvcc knows"
+    )
     exporting = command("export", export, target="OP/NN")
     exporting.add_argument("file", metavar="FILE.py", type=Path)
     with_shape(exporting)
     verifying = command("verify", verify, target="OP[/NN]")
+    verifying.add_argument("--part", choices=("check", "trials", "sanitizer"), help="default: all")
     verifying.add_argument("--seeds", type=int, default=20, help="seeds of the small shapes (default: 20)")
     return parser
 

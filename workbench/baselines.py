@@ -25,13 +25,13 @@ def baselines(
     """The baselines that work on these inputs; `report` is told about each that does not, and why."""
     torch.compiler.reset()
     for name, build in _builders(operator, module, inputs).items():
+        torch.cuda.empty_cache()  # a graph being captured can't take what is merely cached
         try:
             candidate = build()
             candidate.call(*inputs[0])
             torch.cuda.synchronize()
         except Exception as error:  # whatever a library or compiler says: the others still count
             report(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-            torch.cuda.empty_cache()
             continue
         yield candidate
 

@@ -67,21 +67,30 @@ def check(
 
 def check_problem(stage: Stage, problem: Problem, shape: str | None = None) -> Check:
     """Check a stage on inputs with a known answer; `shape` is the name to report the shape by."""
-    first, problems = _calls(stage, problem)
-    judgement = judge(first, problem)
-    problems = [problem for problem in (judgement.message, *problems) if problem]
+    output, found = _calls(stage, problem)
+    judgement = judge(output, problem)
+    messages = [message for message in (judgement.message, *found) if message]
+    return _result(stage, problem, shape, judgement, "; ".join(messages))
+
+
+def failed_check(stage: Stage, problem: Problem, shape: str | None, message: str) -> Check:
+    """The result of a stage that raised an error instead of giving an output."""
+    return _result(stage, problem, shape, _nothing(message), message)
+
+
+def _result(stage: Stage, problem: Problem, shape: str | None, judgement: Judgement, message: str) -> Check:
     return Check(
-        problem.operator.name,
-        stage.name,
-        shape or "x".join(map(str, problem.shape)),
-        problem.case,
-        problem.seed,
-        judgement.max_abs_error,
-        judgement.max_rel_error,
-        problem.eager_error,
-        problem.tolerance,
-        not problems,
-        "; ".join(problems),
+        operator=problem.operator.name,
+        stage=stage.name,
+        shape=shape or "x".join(map(str, problem.shape)),
+        case=problem.case,
+        seed=problem.seed,
+        max_abs_error=judgement.max_abs_error,
+        max_rel_error=judgement.max_rel_error,
+        eager_error=problem.eager_error,
+        tolerance=problem.tolerance,
+        passed=not message,
+        message=message,
     )
 
 
@@ -123,7 +132,7 @@ def _excess(error: Tensor, problem: Problem) -> str:
             f"error {worst:.2e} at {_index_of(error)} exceeds {problem.tolerance:.2e}: "
             f"{limit.factor:g} times eager PyTorch's {problem.eager_error:.2e}"
         )
-    # Where large logits make eager itself miss the plain limit, only the comparison with eager counts.
+    # Where large logits bring eager itself near the plain limit, only the comparison with eager counts.
     if problem.eager_is_close and not bool((error <= limit.allowed(problem.answer)).all()):
         plain = f"{limit.absolute:g} + {limit.relative:g}·|answer|"
         return f"error {worst:.2e}, the largest at {_index_of(error)}, exceeds {plain}"

@@ -29,7 +29,7 @@ def counts(operator: Operator) -> pd.DataFrame:
                     for dtype in ("fp32", "bf16")
                 },
                 **{
-                    f"{dtype} operations a byte": f"{intensity(operator, shape, dtype):.3g}"
+                    f"{dtype} operations a byte": _amount(intensity(operator, shape, dtype))
                     for dtype in ("fp32", "bf16")
                 },
             }
@@ -91,8 +91,8 @@ def bounds(operator: Operator) -> pd.DataFrame | Markdown:
 def summary(operator: Operator) -> Markdown:
     """The fastest stage at each shape and dtype beside PyTorch's and the libraries' best."""
     rows = session.rows_of(operator)
-    text = tables.summary(rows) if len(rows) else ""
-    return Markdown(f"{text}\n\n*{session.caption(operator, rows)}*")
+    text = f"{tables.summary(rows)}\n\n" if len(rows) else ""
+    return Markdown(f"{text}*{session.caption(operator, rows)}*")
 
 
 def card_name() -> str:
@@ -108,4 +108,4 @@ def _amount(count: float) -> str:
     for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {letter}"
-    return f"{count:.0f}"
+    return f"{count:.3g}"

@@ -28,6 +28,8 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 WIDGET = "application/vnd.jupyter.widget-view+json"
+# What a progress bar overwrote, and tqdm's complaint where widgets are not installed.
+PROGRESS = re.compile(r"[^\n]*\r(?!\n)|[^\n]*TqdmWarning: IProgress not found.*\n.*\n")
 PICTURES = {"image/svg+xml": ".svg", "image/png": ".png"}
 
 
@@ -48,20 +50,23 @@ def normalise(notebook: NotebookNode) -> NotebookNode:
 def _normalise_output(output: NotebookNode) -> NotebookNode | None:
     """An output without what only this run or machine has; None when nothing is left of it."""
     if output.output_type == "stream":
-        output.text = _without_paths(re.sub(r"[^\n]*\r(?!\n)", "", output.text))  # a bar redraws its line
+        output.text = _without_paths(re.sub(PROGRESS, "", output.text))
         return output if output.text.strip() else None
     if output.output_type == "error":
         return output
-    output.data = NotebookNode(
-        {mime: _without_paths(data) for mime, data in output.data.items() if mime != WIDGET}
-    )
+    if WIDGET in output.data:  # with its text, a progress bar at 0 %
+        return None
+    output.data = NotebookNode({mime: _without_paths(data) for mime, data in output.data.items()})
     output.metadata = NotebookNode({mime: size for mime, size in output.metadata.items() if mime in PICTURES})
     return output if output.data else None
 
 
 def _without_paths(data: Any) -> Any:
-    """Text without the folders of this machine: the repository's and Python's."""
-    return data.replace(sys.prefix, ".venv").replace(str(ROOT), ".") if isinstance(data, str) else data
+    """Text without the folders of this machine: Python's, the repository's and the user's."""
+    if isinstance(data, str):
+        for path, name in ((sys.prefix, ".venv"), (str(ROOT), "."), (str(Path.home()), "~")):
+            data = data.replace(path, name)
+    return data
 
 
 def write(notebook: NotebookNode, path: Path) -> None:

@@ -1,16 +1,18 @@
 """One self-contained file of a stage, as harnesses that compare kernels take it.
 
 The file has the CUDA source as a string, with the project's headers in it, compiled by torch's load_inline;
-the reference as `Model`, the stage as `ModelNew`, `get_inputs` and `get_init_inputs`. It needs torch, nvcc and
-a GPU, and nothing of this project.
+the reference as `Model`, the stage as `ModelNew`, `get_inputs` and `get_init_inputs`. It needs torch, nvcc
+and a GPU, and nothing of this project.
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -27,7 +29,8 @@ TEMPLATE = '''\
 """{title}, stage {stage}: {stage_title}
 
 Made by `python -m workbench export {operator}/{number}` for the shape {shape}.
-`Model` is the reference in PyTorch, `ModelNew` computes the same in CUDA; both take msa (B,S,N,D) and mask (B,S,N).
+`Model` is the reference in PyTorch, `ModelNew` computes the same in CUDA; both take msa (B,S,N,D) and
+mask (B,S,N).
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class Model({reference_name}):
 
 
 class Kernels:
-    """The compiled source: each exported function takes tensors and numbers, and runs on the current stream."""
+    """The compiled source: its functions take tensors and numbers and run on the current stream."""
 
     def __init__(self):
         major, minor = torch.cuda.get_device_capability()
@@ -68,7 +71,6 @@ class Kernels:
             cpp_sources="",
             cuda_sources=SOURCE,
             extra_cuda_cflags=flags + [f"-D{{name}}={{value}}" for name, value in DEFINES.items()],
-            extra_ldflags=["-lcudart"],
             no_implicit_headers=True,
             is_python_module=False,
         )
@@ -92,6 +94,7 @@ class Kernels:
 
 
 kernels = functools.cache(Kernels)  # compiled at the first call
+
 
 {functions}
 
@@ -137,9 +140,10 @@ def self_contained(operator: Operator, stage: Stage, shape: Any) -> str:
     if reason:
         raise ValueError(f"stage {stage.name} does not support {shape}: {reason}")
     defines = dict(stage.constants(shape))
-    functions = _Functions(operator)
+    functions = _Functions(operator.reference)
+    reference = inspect.getsource(operator.reference).strip()
+    functions.add_used(operator.reference, reference)
     run = functions.add(stage.run)
-    functions.add_globals_of(operator.reference)
     msa_shape = tuple(shape[:4])
     return TEMPLATE.format(
         title=operator.title,
@@ -148,15 +152,15 @@ def self_contained(operator: Operator, stage: Stage, shape: Any) -> str:
         operator=operator.name,
         number=stage.number,
         shape=shape,
-        imports="\n".join(sorted(functions.imports)),
+        imports="\n".join(sorted(functions.imports, key=lambda line: ("torch" in line, line))),
         source=_escaped(inline_headers(stage.code, stage.source.parent)),
         defines=defines,
-        signatures=_signatures(stage, shape),
+        signatures=_signatures(stage),
         dtype=stage.dtype,
-        reference=inspect.getsource(operator.reference).strip(),
+        reference=reference,
         reference_name=operator.reference.__name__,
         module_name=f"{operator.name}_{stage.number}",
-        functions="\n\n".join(functions.texts.values()),
+        functions="\n\n\n".join(functions.texts.values()),
         shape_check=f" or tuple(msa.shape) != {msa_shape}" if defines else "",
         shape_text=f" {msa_shape}" if defines else "",
         run=run,
@@ -191,68 +195,110 @@ def inline_headers(code: str, folder: Path, seen: set[Path] | None = None) -> st
 
 
 class _Functions:
-    """Python functions of the project as text, with all that they use, in an order in which they can run."""
+    """Python of the project as text, with all that it uses, in an order in which it can run."""
 
-    def __init__(self, operator: Operator):
-        self.reference = operator.reference
+    def __init__(self, reference: type):
+        self.reference = reference  # is in the file already
         self.imports = {"import torch"}
-        self.texts: dict[str, str] = {}
+        self.texts: dict[str, str] = {}  # by the name that each defines
 
-    def add(self, function: FunctionType) -> str:
-        """Add a function, after what it uses. Returns its name in the file."""
-        name = function.__name__
-        if name == "<lambda>":
-            raise ValueError(f"export: {function} is a lambda; a stage's run must be a function with a name")
-        if name in self.texts:
-            return name
-        self.texts[name] = ""  # stops a function that calls itself from being added for ever
-        for used, value in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self._add_value(used, value.cell_contents)
-        self._add_names(function.__code__, function.__globals__)
-        del self.texts[name]
-        self.texts[name] = "\n" + textwrap.dedent(inspect.getsource(function)).strip()
+    def add(self, thing: Any) -> str:
+        """Add a function or class, after what it uses. Returns its name in the file."""
+        thing = inspect.unwrap(thing)
+        name = thing.__name__
+        if name not in self.texts:
+            self.texts[name] = ""  # so that one that uses itself is not added for ever
+            source = textwrap.dedent(inspect.getsource(thing)).strip()
+            self.add_used(thing, source)
+            del self.texts[name]
+            self.texts[name] = source
         return name
 
-    def add_globals_of(self, cls: type) -> None:
-        """Add what the methods of a class use."""
-        for method in vars(cls).values():
-            if isinstance(method, FunctionType):
-                self._add_names(method.__code__, method.__globals__)
-
-    def _add_names(self, code: Any, names: dict[str, Any]) -> None:
-        for name in code.co_names:
-            if name in names:
-                self._add_value(name, names[name])
-        for constant in code.co_consts:
-            if inspect.iscode(constant):
-                self._add_names(constant, names)
+    def add_used(self, thing: Any, source: str) -> None:
+        """Add what a function or class of this source uses."""
+        known = dict(vars(sys.modules[thing.__module__]))
+        if isinstance(thing, FunctionType):
+            known |= {name: cell.cell_contents for name, cell in _cells(thing)}
+        tree = ast.parse(source)
+        annotations = _take_annotations(tree)
+        for name in _names_used(tree):
+            if name in known:
+                self._add_value(name, known[name])
+        for name in annotations:  # never evaluated: those of the project may stay without a meaning
+            if name in known and not _is_ours(known[name]):
+                self._add_value(name, known[name])
 
     def _add_value(self, name: str, value: Any) -> None:
         if value is self.reference:
             return
         if isinstance(value, ModuleType):
-            self.imports.add(
-                f"import {name}" if value.__name__ == name else f"import {value.__name__} as {name}"
-            )
-        elif isinstance(value, FunctionType) and _is_ours(value):
-            added = self.add(value)
-            if added != name:
-                self.texts[name] = f"{name} = {added}"
-        elif isinstance(value, (type, Callable)):
-            self.imports.add(f"from {value.__module__} import {value.__name__} as {name}")
+            same = value.__name__ == name
+            self.imports.add(f"import {name}" if same else f"import {value.__name__} as {name}")
         elif isinstance(value, torch.dtype | bool | int | float | str | tuple | None):
             self.texts[name] = f"{name} = {value!r}"
-        else:
-            raise ValueError(f"export: {name} is a {type(value).__name__}, which cannot be written to a file")
+        elif not hasattr(value, "__module__") or not hasattr(value, "__qualname__"):
+            raise ValueError(f"{name} is a {type(value).__name__}, which cannot be written to a file")
+        elif not _is_ours(value):
+            as_name = "" if value.__name__ == name else f" as {name}"
+            self.imports.add(f"from {value.__module__} import {value.__name__}{as_name}")
+        elif value.__name__ == "<lambda>":
+            self.texts[name] = f"{name} = {_lambda_text(value)}"
+        elif self.add(value) != name:
+            self.texts[name] = f"{name} = {value.__name__}"
 
 
-def _is_ours(function: FunctionType) -> bool:
-    return function.__module__.startswith("kernels_src") or function.__module__ == "__main__"
+def _lambda_text(function: FunctionType) -> str:
+    """The text of a lambda, which stands in the midst of a line: found by what it compiles to."""
+    code = function.__code__
+    for node in ast.walk(ast.parse(Path(code.co_filename).read_text())):
+        if isinstance(node, ast.Lambda) and node.lineno == code.co_firstlineno:
+            compiled = compile(ast.Expression(node), code.co_filename, "eval").co_consts[0]
+            if (compiled.co_code, compiled.co_consts) == (code.co_code, code.co_consts):
+                return ast.unparse(node)
+    raise ValueError(f"{code.co_filename}:{code.co_firstlineno}: the text of this lambda was not found")
 
 
-def _signatures(stage: Stage, shape: Any) -> dict[str, list[str]]:
-    """ctypes of the parameters of each exported function, the stream included."""
-    raise NotImplementedError
+def _cells(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function has from the function around it."""
+    return zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+
+
+def _is_ours(value: Any) -> bool:
+    return getattr(value, "__module__", "").startswith("kernels_src")
+
+
+def _take_annotations(tree: ast.AST) -> list[str]:
+    """Remove annotations from a piece of Python; return the names in them."""
+    names: dict[str, None] = {}
+    for node in ast.walk(tree):
+        for field in ("annotation", "returns"):
+            annotation = getattr(node, field, None)
+            if annotation is not None:
+                names |= dict.fromkeys(_names_used(annotation))
+                setattr(node, field, ast.Constant(None))
+    return list(names)
+
+
+def _names_used(tree: ast.AST) -> list[str]:
+    """Names that a piece of Python reads and does not itself set, in the order of their appearance."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name | ast.arg)]
+    local = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    local |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return [node.id for node in nodes if isinstance(node, ast.Name) and node.id not in local]
+
+
+def _signatures(stage: Stage) -> dict[str, list[str]]:
+    """Names in ctypes of the parameters of each exported function, the stream included."""
+    exports = jit_loader.exports_of(jit_loader.Source(stage.code, stage.name, None, (), ()))
+    return {
+        name: [*(_ctype(parameter.type) for parameter in export.parameters), "c_void_p"]
+        for name, export in exports.items()
+    }
+
+
+def _ctype(c_type: str) -> str:
+    """The name in ctypes of a parameter's type: every pointer is a void pointer."""
+    return "c_void_p" if c_type.endswith("*") else jit_loader.SCALARS[c_type].__name__
 
 
 def _escaped(source: str) -> str:

@@ -18,6 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.display import HTML, Markdown, display
 from matplotlib.figure import Figure
 
+import jit_loader
 from kernels_src.msa_column_attention import MSA_COLUMN_ATTENTION
 from kernels_src.operator import Operator, Stage
 from kernels_src.outer_product_mean import OUTER_PRODUCT_MEAN
@@ -26,6 +27,7 @@ from workbench import reading as words
 from workbench.check import check as check_cases
 from workbench.check import default_device, judge
 from workbench.counting import recorded_ceilings
+from workbench.marks import marked_html
 from workbench.picture import Picture
 from workbench.problem import CASES, pose
 from workbench.results import is_baseline
@@ -36,8 +38,10 @@ __all__ = [
     "MSA_COLUMN_ATTENTION",
     "OUTER_PRODUCT_MEAN",
     "check",
+    "doctor",
     "errors",
     "instructions",
+    "instructions_of",
     "measure",
     "plot_errors",
     "plot_resources",
@@ -47,7 +51,9 @@ __all__ = [
     "plot_timeline",
     "reading",
     "resources",
+    "seconds",
     "show_diff",
+    "show_error",
     "show_source",
     "show_traffic",
     "sweep",
@@ -62,10 +68,31 @@ PEERS = ("eager", "eager_graph", "compile_max_autotune", "library_chain")  # sho
 
 
 def load_ipython_extension(shell: InteractiveShell) -> None:
-    """What `%load_ext workbench.notebook` does: add the magics."""
+    """What `%load_ext workbench.notebook` does: add the magics, and mark the line of a compile error."""
     from workbench.magics import StageMagics
 
     shell.register_magics(StageMagics)
+    shell.set_custom_exc((jit_loader.KernelCompileError,), _on_compile_error)
+
+
+def _on_compile_error(
+    shell: Any, kind: type, error: jit_loader.KernelCompileError, traceback: Any, tb_offset: int | None = None
+) -> list[str]:
+    """Called by IPython in place of showing a traceback, whose frames are all the loader's."""
+    show_error(error)
+    return [f"{kind.__name__}: {error}"]
+
+
+def show_error(error: jit_loader.KernelCompileError, source: str = "") -> None:
+    """Display a compile error: the line marked among its neighbours in `source`, or in the file it names."""
+    display(HTML(marked_html(error, source)))
+
+
+def doctor() -> None:
+    """What was found and what will run where, as `python -m workbench doctor` prints it."""
+    from workbench.__main__ import main
+
+    main(["doctor"])
 
 
 def show_source(operator: Operator, stage: Name) -> HTML:
@@ -139,7 +166,7 @@ def time(operator: Operator, stage: Name, shape: str = "seed") -> Markdown:
         session.measure(operator, pair, shape)
     rows = session.rows_of(operator, shape, dtype)
     rows = rows[rows.stage.isin([*PEERS, *(each.name for each in pair)])]
-    said = f"**Predicted**: {predicted(one)}"
+    said = f"**Predicted** {predicted(one)}"
     if one.name not in set(rows.stage):
         return Markdown(f"{said}\n\n**Measured** at {shape}: {session.NOTHING}.")
     row = rows[rows.stage == one.name].iloc[0]
@@ -211,7 +238,7 @@ def instructions(operator: Operator, stage: Name, shape: str = "seed") -> pd.Dat
 
 def instructions_of(sass: str) -> pd.DataFrame:
     """Machine instructions of each kernel in a disassembly, counted by family."""
-    return views.sass_summary(sass).set_index("kernel")
+    return views.sass_summary(sass).set_index("kernel").rename(index=jit_loader.demangle)
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -222,23 +249,24 @@ def seconds(action: Callable[[], object]) -> float:
 
 
 def predicted(stage: Stage) -> str:
-    """What a stage's header predicts, in its words."""
+    """What a stage's header predicts, in the words after "Predicts"."""
     header = re.match(r"(?://.*\n)+", stage.code)
     text = " ".join(line.removeprefix("//").strip() for line in header[0].splitlines()) if header else ""
-    said = re.search(r"\bPredict.*?(?=\s(?:Bytes|Operations|Shapes|Shared memory)\b[^.]{0,30}:|$)", text)
-    return said[0] if said else "nothing."
+    said = re.search(r"\bPredicts:? (.*?)(?=\s(?:Bytes|Operations|Shapes|Shared memory)\b[^.]{0,30}:|$)", text)
+    return said[1] if said else "nothing."
 
 
 def resources(operator: Operator, stage: Name, shape: str = "seed") -> pd.DataFrame:
     """Registers, shared memory and spills of a stage's kernels, as nvcc reports them; needs no GPU."""
-    return views.resources(operator, session.find(operator, stage), shape).set_index("kernel")
+    rows = views.resources(operator, session.find(operator, stage), shape)
+    return rows.drop(columns=["operator", "stage", "shape"]).set_index("kernel")
 
 
 def table(operator: Operator, shape: str = "seed", dtype: str = "fp32") -> Markdown:
     """Every stage, baseline and variant at one shape and dtype."""
     rows = session.rows_of(operator, shape, dtype)
-    text = tables.all_stages(rows) if len(rows) else ""
-    return Markdown(f"{text}\n\n*{session.caption(operator, rows)}*")
+    text = f"{tables.all_stages(rows)}\n\n" if len(rows) else ""
+    return Markdown(f"{text}*{session.caption(operator, rows)}*")
 
 
 def reading(operator: Operator, shape: str = "seed", dtype: str = "fp32") -> Markdown:
@@ -321,5 +349,6 @@ def _picture(operator: Operator, rows: pd.DataFrame, draw: Callable[[pd.DataFram
 
 def _nothing(operator: Operator) -> Picture:
     figure = Figure(figsize=(plots.WIDTH, 0.6))
-    figure.text(0.01, 0.5, f"{operator.title}: {session.NOTHING}", va="center", color=plots.GREY)
+    text = f"{operator.title}: {session.NOTHING}".replace("`", "")
+    figure.text(0.01, 0.5, text, va="center", color=plots.GREY, fontsize=8)
     return Picture(figure, session.NO_ROWS, session.NOTHING)

@@ -64,7 +64,7 @@ class Problem:
     residues: Tensor | None  # those whose answer is known; None: all
     answer: Tensor  # float64
     eager_error: float  # the largest of eager PyTorch in the limit's dtype
-    eager_is_close: bool  # whether each of its elements is within absolute + relative · |answer|
+    eager_is_close: bool  # whether `factor` times its error is within absolute + relative · |answer|
 
     @property
     def limit(self) -> Limit:
@@ -122,7 +122,7 @@ def pose(
             residues = _random_residues(mask, count // 2, generator)
             torch.cuda.empty_cache()
     error = (eager.double() - answer).abs().nan_to_num(nan=0.0, posinf=float("inf"))
-    is_close = bool((error <= limit.allowed(answer)).all())
+    is_close = bool((limit.factor * error <= limit.allowed(answer)).all())
     return Problem(
         operator, shape, case, precision, seed, module, msa, mask, residues, answer, largest(error), is_close
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import jit_loader
 from workbench.results import ROOT
 from workbench.roofline import Ceilings
 
@@ -25,6 +26,7 @@ def describe_run(ceilings: Ceilings) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "flags": " ".join(jit_loader.CUDA_FLAGS),
         "commit": _git("rev-parse", "HEAD"),
         "dirty": _is_dirty(),
         "sources": digest_of_sources(),

@@ -75,7 +75,7 @@ def store(folder: Path, operator: Operator, rows: Iterable[Row], run: Row) -> No
     both = pd.concat([frame for frame in (kept, new) if len(frame)])
     folder.mkdir(parents=True, exist_ok=True)
     text = _in_order(both, operator).to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
-    _replace(folder / f"{operator.name}.csv", text)
+    replace_file(folder / f"{operator.name}.csv", text)
     _record_run(folder, list(_keys(new)), run)
 
 
@@ -104,7 +104,9 @@ def _record_run(folder: Path, keys: list[str], run: Row) -> None:
         same[0]["rows"] = sorted(same[0]["rows"] + keys)
     else:
         runs.append({**run, "rows": sorted(keys)})
-    _replace(folder / "run.json", json.dumps({"runs": [run for run in runs if run["rows"]]}, indent=1) + "\n")
+    replace_file(
+        folder / "run.json", json.dumps({"runs": [run for run in runs if run["rows"]]}, indent=1) + "\n"
+    )
 
 
 def _keys(rows: pd.DataFrame) -> pd.Series:
@@ -140,7 +142,7 @@ def stage_rank(stage: str) -> tuple[int, str]:
     return BASELINES.index(longest), stage
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -164,4 +166,4 @@ def store_resources(folder: Path, new: pd.DataFrame) -> None:
     kept = old[~names[0].isin(names[1])] if len(old) and len(new) else old
     both = pd.concat([frame for frame in (kept, new) if len(frame)]).sort_values(key, kind="stable")
     folder.mkdir(parents=True, exist_ok=True)
-    _replace(folder / "resources.csv", both.to_csv(index=False, lineterminator="\n"))
+    replace_file(folder / "resources.csv", both.to_csv(index=False, lineterminator="\n"))

@@ -39,3 +39,12 @@ def shapes_to_check(operator: Operator, name: str | None, device: str) -> dict[s
     """The shapes of this name or, for None, all that take the device no longer than minutes."""
     names = [name] if name else ["seed", "odd"] if device == "cpu" else list(operator.shapes)
     return {key: shape for name in names for key, shape in named_shapes(operator, name).items()}
+
+
+def distinct_shapes(operator: Operator, stage: Stage) -> list[str]:
+    """Names of the shapes that a stage supports, leaving out those that compile to the same again."""
+    names: dict[tuple[tuple[str, int], ...], str] = {}
+    for name, shape in operator.shapes.items():
+        if not stage.unsupported(shape):
+            names.setdefault(tuple(sorted(stage.constants(shape).items())), name)
+    return list(names.values())

@@ -40,7 +40,7 @@ def draw(kernels: dict[str, pd.DataFrame], title: str, caption: str = "") -> Fig
             axes.broken_barh(bars, (place - 0.3, 0.6), facecolor=plots.COLOURS["fp32"], edgecolor="white",
                              linewidth=0.4)  # fmt: skip
             last = float((rows.start_us + rows.duration_us).max())
-            text = f"{len(rows)} kernels, busy for {plots.time_text(rows.duration_us.sum())}"
+            text = f"{len(rows)} kernel{'s' if len(rows) > 1 else ''}, busy for {plots.time_text(rows.duration_us.sum())}"
             axes.annotate(
                 text, (last, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8
             )

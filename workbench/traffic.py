@@ -24,7 +24,7 @@ from kernels_src.operator import Operator
 CSS = """
 .foldfuse-traffic td, .foldfuse-traffic th {text-align: left !important; vertical-align: top}
 .foldfuse-traffic td:nth-child(2), .foldfuse-traffic td:nth-child(3) {white-space: nowrap}
-.foldfuse-traffic td:last-child {white-space: pre-wrap}
+.foldfuse-traffic td:last-child, .foldfuse-traffic code {white-space: pre-wrap; background: none !important}
 """
 
 

@@ -19,7 +19,7 @@ from workbench.marks import marked_html
 
 RESOURCES = {
     "registers": "registers a thread",
-    "shared_bytes": "shared memory a block (bytes)",
+    "shared_bytes": "static shared memory a block (bytes)",
     "spill_stores": "spilled (bytes a thread)",
 }
 
@@ -44,15 +44,15 @@ def try_variant(operator: Operator, variant: Stage, shape: str = "seed", header_
         raise ValueError(f"--as {variant.name}: a stage is called that; choose another name")
     with _errors_marked(variant, header_lines):
         checks = check(operator, variant, shape)
-    display(HTML(views.diff_html(base, variant)))
     _require(checks, variant)
     with _errors_marked(variant, header_lines):
         compiled = [views.resources(operator, stage, shape) for stage in (base, variant)]
     session.keep(operator, variant)
     if torch.cuda.is_available():
         session.measure(operator, (base, variant), shape)
-    display(_changes(operator, base, variant, shape, compiled))
     display(Markdown(_verdict(operator, base, variant, shape, checks)))
+    display(_changes(operator, base, variant, shape, compiled))
+    display(HTML(views.diff_html(base, variant)))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Everything that can be checked on a GPU, in one run: `python -m workbench verify`.
+"""Everything that can be checked on a GPU: `python -m workbench verify`.
 
 Beyond `check`: many seeds; grids larger than 65,535 blocks and more than 2³¹ elements; a side stream; a CUDA
 graph replayed with changed inputs; guard bands around outputs; and NVIDIA's compute-sanitizer. What could not
@@ -7,17 +7,21 @@ run is shown as such, and is no pass.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
+import jit_loader
 from kernels_src import OPERATORS
 from kernels_src.msa_column_attention import Shape as AttentionShape
 from kernels_src.operator import Operator, Stage
@@ -25,29 +29,33 @@ from kernels_src.outer_product_mean import Shape as PairShape
 from workbench.check import check_problem, same_bits
 from workbench.guard import GuardedMemory
 from workbench.problem import CASES, Problem, pose
-from workbench.results import ROOT
+from workbench.results import ROOT, replace_file
 from workbench.selection import named_shapes
 from workbench.timing import capture
 
 Outcome = Literal["passed", "failed", "not run"]
+Part = Literal["check", "trials", "sanitizer"]
+PARTS: tuple[Part, ...] = ("check", "trials", "sanitizer")
 
-LARGE_SHAPES: dict[str, tuple[Any, ...]] = {
+FURTHER_SHAPES: dict[str, tuple[Any, ...]] = {
     "msa_column_attention": (
+        AttentionShape(1, 16, 5, 64, 8),
         AttentionShape(1, 3, 9001, 32, 8),  # B·N·H over 65,535
         AttentionShape(3, 2, 22001, 16, 1),  # B·N over 65,535
     ),
     "outer_product_mean": (
-        PairShape(1, 3, 2881, 16, 8, 8),  # N² over 65,535 · 128
-        PairShape(1, 2, 4096, 16, 32, 128),  # an output of 2³¹ elements
+        PairShape(1, 3, 2881, 16, 8, 8),  # N² blocks do not fit in a grid's y and z
+        PairShape(1, 128, 2048, 64, 32, 128),  # (N,N,C²) has 2³² elements
+        PairShape(1, 2, 4096, 16, 32, 128),  # the output has 2³¹ elements
     ),
 }
 SMALL = ("seed", "odd")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SANITIZER_SECONDS = 540
+SANITIZER_SECONDS = 280
 FINDING_STATUS = 86  # compute-sanitizer's exit status when it found something
 
 
-class Test(NamedTuple):
+class Tried(NamedTuple):
     """One thing that was tried with one stage."""
 
     kind: str
@@ -59,36 +67,39 @@ class Test(NamedTuple):
 
 
 def verify(
-    selected: Sequence[tuple[Operator, tuple[Stage, ...]]], *, seeds: int = 20, progress: bool = True
-) -> list[Test]:
-    """Try everything with the selected stages. Raises RuntimeError without a GPU."""
+    operator: Operator, stages: Sequence[Stage], part: Part, *, seeds: int = 20, progress: bool = True
+) -> list[Tried]:
+    """Try everything of a part with some stages of an operator. Raises RuntimeError without a GPU."""
     if not torch.cuda.is_available():
         raise RuntimeError("verify needs an NVIDIA GPU, and none was found; `check --device cpu` needs none")
-    tests: list[Test] = []
-    for operator, stages in selected:
-        for name, shape, case, seed in tqdm(
-            list(_plan(operator, seeds)), desc=operator.name, disable=not progress, unit="problem"
-        ):
-            tests += _check_all(operator, stages, name, shape, case, seed)
-        for trial in (side_stream, changed_inputs, guarded):
-            tests += [_attempt(trial, operator, stage) for stage in stages]
-        tests += [
-            sanitize(operator, stages, tool) for tool in tqdm(TOOLS, desc="sanitizer", disable=not progress)
-        ]
+    label = f"{operator.name} {part}"
+    if part == "sanitizer":
+        return [sanitize(operator, stages, tool) for tool in tqdm(TOOLS, label, disable=not progress)]
+    if part == "trials":
+        pairs = [(trial, stage) for trial in (side_stream, changed_inputs, guarded) for stage in stages]
+        return [_attempt(trial, operator, stage) for trial, stage in tqdm(pairs, label, disable=not progress)]
+    plan = list(_plan(operator, seeds))
+    _prebuild(stages, [shape for _, shape, _, _ in plan], progress)
+    tests: list[Tried] = []
+    for problem in tqdm(plan, label, disable=not progress):
+        tests += _check_all(operator, stages, *problem)
     return tests
 
 
-def summary(tests: Sequence[Test]) -> pd.DataFrame:
+def summary(tests: Sequence[Tried]) -> pd.DataFrame:
     """For each stage and kind of test, how many passed, failed and could not run."""
     table = pd.DataFrame(tests).groupby(["operator", "stage", "kind", "outcome"]).size().unstack(fill_value=0)
     return table.reindex(columns=["passed", "failed", "not run"], fill_value=0)
 
 
-def as_json(tests: Sequence[Test], run: dict[str, Any]) -> str:
-    """The run's circumstances, the summary, and every test that did not pass, for verify.json."""
-    table = summary(tests).reset_index().to_dict(orient="records")
+def record(path: Path, name: str, tests: Sequence[Tried], run: dict[str, Any]) -> None:
+    """Put a part's summary, and every test that did not pass, into verify.json in place of its older ones."""
+    parts = json.loads(path.read_text()) if path.exists() else {}
     others = [test._asdict() for test in tests if test.outcome != "passed"]
-    return json.dumps({**run, "summary": table, "not passed": others}, indent=1) + "\n"
+    table = summary(tests).reset_index().to_dict(orient="records")
+    parts[name] = {"run": run, "summary": table, "not passed": others}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(parts, indent=1) + "\n")
 
 
 def _plan(operator: Operator, seeds: int) -> Iterator[tuple[str, Any, str, int]]:
@@ -98,13 +109,21 @@ def _plan(operator: Operator, seeds: int) -> Iterator[tuple[str, Any, str, int]]
             for seed in range(seeds if name in SMALL else max(1, seeds // len(CASES))):
                 cases = tuple(CASES) if name in SMALL else (tuple(CASES)[seed % len(CASES)],)
                 yield from ((label, shape, case, seed) for case in cases)
-    for shape in LARGE_SHAPES.get(operator.name, ()):
-        yield f"large {'x'.join(map(str, shape))}", shape, "random", 0
+    for shape in FURTHER_SHAPES.get(operator.name, ()):
+        yield "x".join(map(str, shape)), shape, "random", 0
+
+
+def _prebuild(stages: Sequence[Stage], shapes: Sequence[Any], progress: bool) -> None:
+    """Compile on all cores; what does not compile is reported when it is checked."""
+    distinct = dict.fromkeys(shapes)
+    sources = [stage.load(shape) for stage in stages for shape in distinct if not stage.unsupported(shape)]
+    with contextlib.suppress(jit_loader.KernelCompileError):
+        jit_loader.prebuild(list(dict.fromkeys(sources)), "cuda", progress=progress)
 
 
 def _check_all(
     operator: Operator, stages: Sequence[Stage], name: str, shape: Any, case: str, seed: int
-) -> list[Test]:
+) -> list[Tried]:
     """Check every stage that supports a shape on the same problem."""
     tests = []
     problems: dict[str, Problem] = {}
@@ -124,22 +143,22 @@ def _check_all(
             torch.cuda.empty_cache()
         except (RuntimeError, ValueError, TypeError) as error:
             outcome, message = "failed", str(error)
-        tests.append(Test("check", operator.name, stage.name, what, outcome, message))
+        tests.append(Tried("check", operator.name, stage.name, what, outcome, message))
     return tests
 
 
-def _attempt(trial: Callable[[Stage, Problem], str], operator: Operator, stage: Stage) -> Test:
+def _attempt(trial: Callable[[Stage, Problem], str], operator: Operator, stage: Stage) -> Tried:
     """Run a trial at the first small shape that the stage supports. A trial returns what was wrong."""
     kind = trial.__name__.replace("_", " ")
     name = next((name for name in operator.shapes if not stage.unsupported(operator.shapes[name])), None)
     if name is None:
-        return Test(kind, operator.name, stage.name, "", "not run", "supports none of the named shapes")
+        return Tried(kind, operator.name, stage.name, "", "not run", "supports none of the named shapes")
     try:
         problem = pose(operator, operator.shapes[name], precision=stage.precision, device="cuda", seed=7)
         message = trial(stage, problem)
     except (RuntimeError, ValueError, TypeError) as error:
         message = str(error)
-    return Test(kind, operator.name, stage.name, name, "failed" if message else "passed", message)
+    return Tried(kind, operator.name, stage.name, name, "failed" if message else "passed", message)
 
 
 def side_stream(stage: Stage, problem: Problem) -> str:
@@ -179,12 +198,12 @@ def guarded(stage: Stage, problem: Problem) -> str:
     return f"wrote outside of {', '.join(damaged)}" if damaged else ""
 
 
-def sanitize(operator: Operator, stages: Sequence[Stage], tool: str) -> Test:
+def sanitize(operator: Operator, stages: Sequence[Stage], tool: str) -> Tried:
     """Run every stage once at the small shapes under a tool of compute-sanitizer."""
     names = ", ".join(stage.number for stage in stages)
 
-    def outcome(kind: Outcome, message: str = "") -> Test:
-        return Test(tool, operator.name, f"stages {names}", " and ".join(SMALL), kind, message)
+    def outcome(kind: Outcome, message: str = "") -> Tried:
+        return Tried(tool, operator.name, f"stages {names}", " and ".join(SMALL), kind, message)
 
     program = shutil.which("compute-sanitizer")
     if program is None:
@@ -192,14 +211,12 @@ def sanitize(operator: Operator, stages: Sequence[Stage], tool: str) -> Test:
     numbers = [stage.number for stage in stages]
     code = f"from workbench.verify import call_each; call_each({operator.name!r}, {numbers!r})"
     command = [program, "--tool", tool, "--error-exitcode", str(FINDING_STATUS), sys.executable, "-c", code]
-    environment = {
-        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"
-    }  # each tensor its own allocation, with an end to run over
+    # Each tensor is its own allocation, with an end to run over.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(
-            ["env", *(f"{name}={value}" for name, value in environment.items()), *command],
-            cwd=ROOT, capture_output=True, text=True, timeout=SANITIZER_SECONDS, check=False,
-        )  # fmt: skip
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SANITIZER_SECONDS
+        )
     except subprocess.TimeoutExpired:
         return outcome("not run", f"took longer than {SANITIZER_SECONDS} s")
     log = done.stdout + done.stderr

@@ -6,10 +6,11 @@ import difflib
 import html
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pandas as pd
 
+import jit_loader
 from kernels_src.operator import Operator, Stage
 
 FAMILIES = {
@@ -36,10 +37,12 @@ INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[T0-9]+\s+)?([A-Z][A-Z0
 FUNCTION = re.compile(r"^\s*(?:Function : |\.text\.)([\w$]+)", re.MULTILINE)
 CSS = """
 .foldfuse-diff {border-collapse: collapse; font: 12px/1.35 monospace; table-layout: fixed; width: 100%}
+.foldfuse-diff tr, .foldfuse-diff tr:hover {background: none !important}  /* JupyterLab stripes tables */
 .foldfuse-diff td {padding: 0 6px; vertical-align: top; white-space: pre-wrap; text-align: left !important}
 .foldfuse-diff td.number {width: 2.5em; color: #888; text-align: right !important; user-select: none}
 .foldfuse-diff td.old {background: #fdf0d5}
 .foldfuse-diff td.new {background: #d9ecf7}
+.foldfuse-diff td.note {width: 30%; color: #5b4a8a; font-style: italic}
 .foldfuse-diff td.skip {color: #888; text-align: center !important}
 """
 
@@ -57,8 +60,9 @@ def diff_html(old: Stage, new: Stage, context: int = 3) -> str:
     left, right = old.code.splitlines(), new.code.splitlines()
     shown = _highlighted(old.code), _highlighted(new.code)
     groups = list(difflib.SequenceMatcher(a=left, b=right, autojunk=False).get_grouped_opcodes(context))
+    blank = '<td class="number"></td>'
     rows = [
-        f"<tr><td></td><td><b>{html.escape(old.name)}</b></td><td></td><td><b>{html.escape(new.name)}</b></td></tr>"
+        f"<tr>{blank}<td><b>{html.escape(old.name)}</b></td>{blank}<td><b>{html.escape(new.name)}</b></td></tr>"
     ]
     for number, group in enumerate(groups):
         if number:
@@ -72,10 +76,15 @@ def diff_html(old: Stage, new: Stage, context: int = 3) -> str:
 
 def source_html(stage: Stage) -> str:
     """A stage's source with CUDA highlighted and line numbers, as HTML."""
-    rows = [
-        f'<tr><td class="number">{number}</td><td>{line}</td></tr>'
-        for number, line in enumerate(_highlighted(stage.code), start=1)
-    ]
+    return numbered_html(stage.code)
+
+
+def numbered_html(code: str, notes: Mapping[int, str] | None = None) -> str:
+    """A CUDA source, highlighted, with line numbers and, where there are any, notes beside its lines."""
+    rows = []
+    for number, line in enumerate(_highlighted(code), start=1):
+        note = f'<td class="note">{html.escape(notes.get(number, ""))}</td>' if notes else ""
+        rows.append(f'<tr><td class="number">{number}</td><td>{line}</td>{note}</tr>')
     return _table(rows)
 
 
@@ -101,7 +110,7 @@ def sass_summary(sass: str) -> pd.DataFrame:
     for name, text in zip(parts[1::2], parts[2::2], strict=True):
         opcodes = INSTRUCTION.findall(text)
         if opcodes:
-            counts[name] = _families(opcodes) | {"all": len(opcodes)}
+            counts[jit_loader.demangle(name)] = _families(opcodes) | {"all": len(opcodes)}
     table = pd.DataFrame.from_dict(counts, orient="index").fillna(0).astype(int)
     present = [family for family in (*FAMILIES, "all") if family in table]
     return table[present].rename_axis("kernel").reset_index()
@@ -142,7 +151,7 @@ def _highlighted(code: str) -> list[str]:
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import CudaLexer
 
-    lexer = CudaLexer(stripnl=False, ensurenl=False)
+    lexer = CudaLexer(stripnl=False)  # adds the newline without which it knows no comment
     return [
         highlight(line, lexer, HtmlFormatter(nowrap=True)).rstrip("\n") or "&nbsp;"
         for line in code.splitlines()

@@ -8,22 +8,24 @@
 
 namespace [[gnu::visibility("hidden")]] cpu {
 
-// `threads` threads meet at barrier 0 to 15 of the block. 0 is that of __syncthreads; at the
-// others different source lines may meet, as when one warp produces what others consume.
+// `threads` threads meet at barrier 0 to 15 of the block. 0 is that of __syncthreads; at the others
+// different source lines may meet, as when one warp produces what others consume.
 inline void barrier_sync(int number, int threads, const char* name, Site site = Site::here()) {
     Block& block = *current_block;
     Thread& thread = *current_thread;
-    if (number < 0 || number >= kBarriers || threads < 1 || threads > block.size) {
-        block.fail(thread, site, "%s: barrier %d for %d threads, in a block of %d", name, number,
-                   threads, block.size);
+    if (number < 0 || number >= kBarriers || threads < 1 || threads > block.size ||
+        (number > 0 && threads % kLanes != 0)) {
+        block.fail(thread, site,
+                   "%s: barrier %d for %d threads, in a block of %d; there are 16, for whole warps",
+                   name, number, threads, block.size);
     }
     BlockBarrier& barrier = block.barriers[number];
     if (number == 0 && block.exited > 0) {
-        block.fail(thread, site,
-                   "this thread is at %s, which %d others can't reach: they returned from the "
-                   "kernel; let "
-                   "them do nothing instead",
-                   name, block.exited);
+        block.fail(
+            thread, site,
+            "this thread is at %s, which %d others can't reach: they returned from the kernel; "
+            "let them do nothing instead",
+            name, block.exited);
     }
     if (barrier.arrived == 0) {
         barrier.name = name;

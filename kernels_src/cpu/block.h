@@ -17,14 +17,14 @@ constexpr int kLanes = 32;
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxWarps = kMaxThreads / kLanes;
 constexpr int kBarriers = 16;
-constexpr int kMaxCluster = 16;
+constexpr int kMaxCluster = 8;
 
 // What one launch asks for.
 struct Grid {
     dim3 blocks, threads, cluster_extent;
     int cluster;  // blocks that run together
     size_t dynamic_bytes;
-    void (*run_thread)(void* kernel);  // calls the kernel with its arguments
+    void (*call)(void* kernel);  // calls the kernel with its arguments
     void* kernel;
     Schedule schedule;
     Failure failure;
@@ -99,11 +99,9 @@ class Block {
         current_thread->site = site;
         current_thread->fiber.suspend();
     }
-    // Ends the launch with a sentence about a thread. Called by a fiber, and never returns to
-    // it.
-    [[noreturn]] __attribute__((cold, format(printf, 4, 5))) void fail(const Thread& thread,
-                                                                       Site site,
-                                                                       const char* format, ...);
+    // Ends the launch with a sentence about a thread. Called by a fiber, and never returns to it.
+    [[noreturn, gnu::cold, gnu::format(printf, 4, 5)]] void fail(const Thread& thread, Site site,
+                                                                 const char* format, ...);
     // Ends the launch if a shared array was written out of bounds.
     void check_guards(const char* when, Site site);
 
@@ -130,7 +128,11 @@ class Block {
 
     static void run_thread();
     void exit_thread(Thread& thread);
-    char* stack_of(const Thread& thread) const { return stacks_ + thread.number * kStackBytes; }
+    // One more than threads, at the bottom: a stack that is too small runs into the next lower one.
+    size_t stacks_bytes() const { return (size + 1) * kStackBytes; }
+    char* stack_of(const Thread& thread) const {
+        return stacks_ + (thread.number + 1) * kStackBytes;
+    }
     uint64_t& end_of_stack(const Thread& thread) const {
         return *reinterpret_cast<uint64_t*>(stack_of(thread));
     }
@@ -164,8 +166,8 @@ inline void Block::check_guards(const char* when, Site site) {
         before ? "before its start" : "past its end");
 }
 
-// Suspends the current thread until condition() holds. It is asked again when no thread can
-// run; if it then never holds, the launch ends with an error that names `what` and the site.
+// Suspends the current thread until condition() holds. It is asked again when no thread can run; if
+// it then never holds, the launch ends with an error that names `what` and the site.
 template <typename Condition>
 void wait_until(Condition condition, const char* what, Site site = Site::here()) {
     if (condition()) return;

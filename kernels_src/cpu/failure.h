@@ -20,7 +20,7 @@ class Failure {
     bool happened() const { return __atomic_load_n(&claimed_, __ATOMIC_RELAXED); }
 
     // Keeps the error unless another came first.
-    __attribute__((format(printf, 3, 4))) void keep(cudaError_t code, const char* format, ...) {
+    [[gnu::format(printf, 3, 4)]] void keep(cudaError_t code, const char* format, ...) {
         if (__atomic_exchange_n(&claimed_, true, __ATOMIC_RELAXED)) return;
         code_ = code;
         va_list arguments;

@@ -23,9 +23,8 @@ struct Context {
     void* stack_pointer;
 };
 
-// Ten times as fast as swapcontext, which makes a system call.
-__attribute__((naked, noinline, noipa)) inline void switch_context(Context* /*from*/,
-                                                                   Context* /*to*/) {
+// From the first to the second. Ten times as fast as swapcontext, which makes a system call.
+[[gnu::naked, gnu::noinline, gnu::noipa]] inline void switch_context(Context*, Context*) {
     asm volatile(
         "pushq %%rbp; pushq %%rbx; pushq %%r12; pushq %%r13; pushq %%r14; pushq %%r15\n"
         "movq %%rsp, (%%rdi); movq (%%rsi), %%rsp\n"
@@ -36,8 +35,7 @@ __attribute__((naked, noinline, noipa)) inline void switch_context(Context* /*fr
 
 inline void prepare_context(Context& context, char* stack, size_t bytes, void (*entry)()) {
     const uintptr_t top = reinterpret_cast<uintptr_t>(stack + bytes) / 16 * 16;
-    void** frame =
-        reinterpret_cast<void**>(top) - 8;  // 6 registers, entry, and where entry returns to
+    void** frame = reinterpret_cast<void**>(top) - 8;  // 6 registers, entry, its return address
     memset(frame, 0, 8 * sizeof(void*));
     frame[6] = reinterpret_cast<void*>(entry);
     context.stack_pointer = frame;

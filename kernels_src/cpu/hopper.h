@@ -13,183 +13,181 @@
 
 namespace [[gnu::visibility("hidden")]] cpu {
 
-    // ---- wgmma
+// ---- wgmma
 
-    // A bf16 or fp16 in memory.
-    template <typename T>
-    float value_of(const void* from) {
-        return static_cast<float>(*static_cast<const T*>(from));
-    }
+// A bf16 or fp16 in memory.
+template <typename T>
+float value_of(const void* from) {
+    return static_cast<float>(*static_cast<const T*>(from));
+}
 
-    // An operand in shared memory, from its 64 bits.
-    struct Operand {
-        const char* start;
-        uint32_t k_stride, mn_stride;
-        Major major;
+// An operand in shared memory, from its 64 bits.
+struct Operand {
+    const char* start;
+    uint32_t k_stride, mn_stride;
+    Major major;
 
-        Operand(uint64_t bits, Major m)
-            : start(current_block->shared.at((bits & 0x3FFF) * 16)),
-              k_stride((bits >> 16 & 0x3FFF) * 16),
-              mn_stride((bits >> 32 & 0x3FFF) * 16),
-              major(m) {}
-
-        template <typename T>
-        float at(int mn, int k) const {
-            const int row = major == Major::K ? mn % 8 : k % 8,
-                      place = major == Major::K ? k % 8 : mn % 8;
-            return value_of<T>(start + k / 8 * k_stride + mn / 8 * mn_stride + row * 16 +
-                               place * 2);
-        }
-    };
-
-    // One wgmma, as one thread sees it: the 2 rows of A behind its results, all of B.
-    struct Product {
-        float* result;
-        int count;  // of the thread's results, N / 2
-        bool accumulate;
-        bool from_registers;
-        uint64_t a, b;
-        Major major_a, major_b;
-        float rows[2][16];  // of A, if it comes from registers
-        void (*run)(Product&, float* sums);
-    };
+    Operand(uint64_t bits, Major m)
+        : start(current_block->shared.at((bits & 0x3FFF) * 16)),
+          k_stride((bits >> 16 & 0x3FFF) * 16),
+          mn_stride((bits >> 32 & 0x3FFF) * 16),
+          major(m) {}
 
     template <typename T>
-    void run_product(Product & product, float* sums) {
-        const int thread = current_thread->number % 128, quarter = thread % 4;
-        const Operand a(product.a, product.major_a), b(product.b, product.major_b);
-        if (!product.accumulate) std::fill_n(sums, product.count, 0.0f);
-        for (int half = 0; half < 2; ++half) {
-            float* row = product.rows[half];
-            if (!product.from_registers) {
-                const int m = thread / 32 * 16 + thread % 32 / 4 + 8 * half;
-                for (int k = 0; k < 16; ++k) row[k] = a.at<T>(m, k);
-            }
-            for (int i = 0; i < product.count / 2; ++i) {
-                const int n = i / 2 * 8 + 2 * quarter + i % 2;
-                float& sum = sums[i / 2 * 4 + 2 * half + i % 2];
-                for (int k = 0; k < 16; ++k) sum += row[k] * b.at<T>(n, k);
-            }
+    float at(int mn, int k) const {
+        const int row = major == Major::K ? mn % 8 : k % 8,
+                  place = major == Major::K ? k % 8 : mn % 8;
+        return value_of<T>(start + k / 8 * k_stride + mn / 8 * mn_stride + row * 16 + place * 2);
+    }
+};
+
+// One wgmma, as one thread sees it: the 2 rows of A behind its results, all of B.
+struct Product {
+    float* result;
+    int count;  // of the thread's results, N / 2
+    bool accumulate;
+    bool from_registers;
+    uint64_t a, b;
+    Major major_a, major_b;
+    float rows[2][16];  // of A, if it comes from registers
+    void (*run)(Product&, float* sums);
+};
+
+template <typename T>
+void run_product(Product& product, float* sums) {
+    const int thread = current_thread->number % 128, quarter = thread % 4;
+    const Operand a(product.a, product.major_a), b(product.b, product.major_b);
+    if (!product.accumulate) std::fill_n(sums, product.count, 0.0f);
+    for (int half = 0; half < 2; ++half) {
+        float* row = product.rows[half];
+        if (!product.from_registers) {
+            const int m = thread / 32 * 16 + thread % 32 / 4 + 8 * half;
+            for (int k = 0; k < 16; ++k) row[k] = a.at<T>(m, k);
+        }
+        for (int i = 0; i < product.count / 2; ++i) {
+            const int n = i / 2 * 8 + 2 * quarter + i % 2;
+            float& sum = sums[i / 2 * 4 + 2 * half + i % 2];
+            for (int k = 0; k < 16; ++k) sum += row[k] * b.at<T>(n, k);
         }
     }
+}
 
-    // What one thread has started: products in order, and how many of them each committed group
-    // has.
-    struct Products {
-        uint64_t run;  // of the block that they belong to
-        std::vector<Product> pending;
-        std::vector<int> groups;
-        int uncommitted = 0;
-        std::map<float*, std::vector<float>> results;  // what the registers will hold
+// What one thread has started: products in order, and how many of them each committed group
+// has.
+struct Products {
+    uint64_t run;  // of the block that they belong to
+    std::vector<Product> pending;
+    std::vector<int> groups;
+    int uncommitted = 0;
+    std::map<float*, std::vector<float>> results;  // what the registers will hold
 
-        void start(const Product& product) {
-            auto [entry, first] = results.try_emplace(product.result);
-            if (first) {
-                entry->second.assign(product.result, product.result + product.count);
-                std::fill_n(product.result, product.count, NAN);
-            }
-            pending.push_back(product);
-            ++uncommitted;
+    void start(const Product& product) {
+        auto [entry, first] = results.try_emplace(product.result);
+        if (first) {
+            entry->second.assign(product.result, product.result + product.count);
+            std::fill_n(product.result, product.count, NAN);
         }
-
-        void commit() {
-            groups.push_back(uncommitted);
-            uncommitted = 0;
-        }
-
-        void finish_all_but(size_t groups_left) {
-            size_t done = 0;
-            for (; groups.size() > groups_left; groups.erase(groups.begin())) {
-                for (const size_t end = done + groups.front(); done < end; ++done) {
-                    pending[done].run(pending[done], results.at(pending[done].result).data());
-                }
-            }
-            pending.erase(pending.begin(), pending.begin() + done);
-            for (auto entry = results.begin(); entry != results.end();) {
-                auto& [result, values] = *entry;
-                bool in_flight = false;
-                for (const Product& product : pending) in_flight |= product.result == result;
-                if (!in_flight) std::copy(values.begin(), values.end(), result);
-                entry = in_flight ? std::next(entry) : results.erase(entry);
-            }
-        }
-    };
-
-    inline Products& products_of_thread() {
-        static thread_local std::unordered_map<const Thread*, Products> all;
-        Products& products = all[current_thread];
-        if (products.run != current_block->run) products = {current_block->run};
-        return products;
+        pending.push_back(product);
+        ++uncommitted;
     }
 
-    // The lanes of a warp meet, for all must name the same operands; A's fragments are spread over
-    // quads.
-    inline void start_product(Product & product, const uint32_t* fragment,
-                              float (*value_of)(const void*), Site site) {
-        struct Lane {
-            Product* product;
-            const uint32_t* fragment;
-            float (*value_of)(const void*);
-        } lane{&product, fragment, value_of};
-        meet(~0u, "wgmma", site, lane, [](const Lanes& lanes) {
-            lanes.each([&](int l) {
-                const Lane& first = lanes.data<Lane>(0);
-                const Lane& self = lanes.data<Lane>(l);
-                if (self.product->a != first.product->a || self.product->b != first.product->b ||
-                    self.product->accumulate != first.product->accumulate) {
-                    lanes.block.fail(lanes.thread(l), lanes.site,
-                                     "wgmma: lanes 0 and %d name different operands", l);
+    void commit() {
+        groups.push_back(uncommitted);
+        uncommitted = 0;
+    }
+
+    void finish_all_but(size_t groups_left) {
+        size_t done = 0;
+        for (; groups.size() > groups_left; groups.erase(groups.begin())) {
+            for (const size_t end = done + groups.front(); done < end; ++done) {
+                pending[done].run(pending[done], results.at(pending[done].result).data());
+            }
+        }
+        pending.erase(pending.begin(), pending.begin() + done);
+        for (auto entry = results.begin(); entry != results.end();) {
+            auto& [result, values] = *entry;
+            bool in_flight = false;
+            for (const Product& product : pending) in_flight |= product.result == result;
+            if (!in_flight) std::copy(values.begin(), values.end(), result);
+            entry = in_flight ? std::next(entry) : results.erase(entry);
+        }
+    }
+};
+
+inline Products& products_of_thread() {
+    static thread_local std::unordered_map<const Thread*, Products> all;
+    Products& products = all[current_thread];
+    if (products.run != current_block->run) products = {current_block->run};
+    return products;
+}
+
+// The lanes of a warp meet, for all must name the same operands; A's fragments are spread over
+// quads.
+inline void start_product(Product& product, const uint32_t* fragment,
+                          float (*value_of)(const void*), Site site) {
+    struct Lane {
+        Product* product;
+        const uint32_t* fragment;
+        float (*value_of)(const void*);
+    } lane{&product, fragment, value_of};
+    meet(~0u, "wgmma", site, lane, [](const Lanes& lanes) {
+        lanes.each([&](int l) {
+            const Lane& first = lanes.data<Lane>(0);
+            const Lane& self = lanes.data<Lane>(l);
+            if (self.product->a != first.product->a || self.product->b != first.product->b ||
+                self.product->accumulate != first.product->accumulate) {
+                lanes.block.fail(lanes.thread(l), lanes.site,
+                                 "wgmma: lanes 0 and %d name different operands", l);
+            }
+            for (int k = 0; self.fragment && k < 16; ++k) {
+                const uint32_t* from = lanes.data<Lane>(l / 4 * 4 + k % 8 / 2).fragment;
+                for (int half = 0; half < 2; ++half) {
+                    const uint16_t bits = from[k / 8 * 2 + half] >> 16 * (k % 2);
+                    self.product->rows[half][k] = self.value_of(&bits);
                 }
-                for (int k = 0; self.fragment && k < 16; ++k) {
-                    const uint32_t* from = lanes.data<Lane>(l / 4 * 4 + k % 8 / 2).fragment;
-                    for (int half = 0; half < 2; ++half) {
-                        const uint16_t bits = from[k / 8 * 2 + half] >> 16 * (k % 2);
-                        self.product->rows[half][k] = self.value_of(&bits);
-                    }
-                }
-            });
+            }
         });
-        products_of_thread().start(product);
+    });
+    products_of_thread().start(product);
+}
+
+// ---- mbarriers
+
+struct BarrierState {
+    uint32_t pending : 15, arrivals : 15, phase : 1,
+        unknown : 1;  // unknown: poison, no barrier_init yet
+    int32_t bytes;    // announced, not yet arrived
+
+    static BarrierState& of(void* barrier, const char* name, Site site) {
+        static_assert(sizeof(BarrierState) == sizeof(uint64_t));
+        BarrierState& state = *static_cast<BarrierState*>(barrier);
+        if (state.unknown)
+            current_block->fail(*current_thread, site, "%s: a barrier without barrier_init", name);
+        return state;
     }
 
-    // ---- mbarriers
-
-    struct BarrierState {
-        uint32_t pending : 15, arrivals : 15, phase : 1,
-            unknown : 1;  // unknown: poison, no barrier_init yet
-        int32_t bytes;    // announced, not yet arrived
-
-        static BarrierState& of(void* barrier, const char* name, Site site) {
-            static_assert(sizeof(BarrierState) == sizeof(uint64_t));
-            BarrierState& state = *static_cast<BarrierState*>(barrier);
-            if (state.unknown)
-                current_block->fail(*current_thread, site, "%s: a barrier without barrier_init",
-                                    name);
-            return state;
+    void arrive(const char* name, Site site) {
+        if (pending == 0) {
+            current_block->fail(*current_thread, site,
+                                "%s: more arrivals than the %d of barrier_init", name,
+                                int(arrivals));
         }
+        --pending;
+        advance();
+    }
 
-        void arrive(const char* name, Site site) {
-            if (pending == 0) {
-                current_block->fail(*current_thread, site,
-                                    "%s: more arrivals than the %d of barrier_init", name,
-                                    int(arrivals));
-            }
-            --pending;
-            advance();
-        }
+    void add_bytes(int32_t more) {
+        bytes += more;
+        advance();
+    }
 
-        void add_bytes(int32_t more) {
-            bytes += more;
-            advance();
-        }
-
-      private:
-        void advance() {
-            if (pending > 0 || bytes != 0) return;
-            phase ^= 1;
-            pending = arrivals;
-        }
-    };
+  private:
+    void advance() {
+        if (pending > 0 || bytes != 0) return;
+        phase ^= 1;
+        pending = arrivals;
+    }
+};
 
 }  // namespace cpu
 
@@ -255,43 +253,41 @@ inline void barrier_wait(Barrier* barrier, int parity, cpu::Site site = cpu::Sit
 
 namespace [[gnu::visibility("hidden")]] cpu {
 
-    // The cluster's block of this rank.
-    inline Block& peer(int rank, const char* name, Site site) {
-        if (rank >= current_block->grid.cluster) {
-            current_block->fail(*current_thread, site, "%s: no block %d in a cluster of %d", name,
-                                rank, current_block->grid.cluster);
-        }
-        return *current_block->cluster[rank];
+// The cluster's block of this rank.
+inline Block& peer(int rank, const char* name, Site site) {
+    if (rank >= current_block->grid.cluster) {
+        current_block->fail(*current_thread, site, "%s: no block %d in a cluster of %d", name, rank,
+                            current_block->grid.cluster);
     }
+    return *current_block->cluster[rank];
+}
 
-    // All threads of all blocks of the cluster meet.
-    inline void cluster_barrier(const char* name, Site site) {
-        Block& first = *current_block->cluster[0];
-        const int phase = first.cluster_phase;
-        if (++first.cluster_arrived == first.size * first.grid.cluster) {
-            first.cluster_arrived = 0;
-            ++first.cluster_phase;
-        }
-        wait_until([&] { return first.cluster_phase != phase; }, name, site);
+// All threads of all blocks of the cluster meet.
+inline void cluster_barrier(const char* name, Site site) {
+    Block& first = *current_block->cluster[0];
+    const int phase = first.cluster_phase;
+    if (++first.cluster_arrived == first.size * first.grid.cluster) {
+        first.cluster_arrived = 0;
+        ++first.cluster_phase;
     }
+    wait_until([&] { return first.cluster_phase != phase; }, name, site);
+}
 
-    inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
-                          uint32_t blocks, const char* name, Site site) {
-        Block& block = *current_block;
-        if (!block.shared.contains(shared) || reinterpret_cast<uintptr_t>(shared) % 16 != 0 ||
-            reinterpret_cast<uintptr_t>(global) % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
-            block.fail(
-                *current_thread, site,
-                "%s: %u bytes from %p to shared memory at %u; all three must be multiples of 16",
-                name, bytes, global, shared_address(shared));
-        }
-        for (uint32_t left = blocks; left; left &= left - 1) {
-            SharedMemory& memory = peer(lowest_bit(left), name, site).shared;
-            memcpy(memory.at(shared_address(shared)), global, bytes);
-            BarrierState::of(memory.at(shared_address(barrier)), name, site)
-                .add_bytes(-int32_t(bytes));
-        }
+inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
+                      uint32_t blocks, const char* name, Site site) {
+    Block& block = *current_block;
+    if (!block.shared.contains(shared) || reinterpret_cast<uintptr_t>(shared) % 16 != 0 ||
+        reinterpret_cast<uintptr_t>(global) % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
+        block.fail(*current_thread, site,
+                   "%s: %u bytes from %p to shared memory at %u; all three must be multiples of 16",
+                   name, bytes, global, shared_address(shared));
     }
+    for (uint32_t left = blocks; left; left &= left - 1) {
+        SharedMemory& memory = peer(lowest_bit(left), name, site).shared;
+        memcpy(memory.at(shared_address(shared)), global, bytes);
+        BarrierState::of(memory.at(shared_address(barrier)), name, site).add_bytes(-int32_t(bytes));
+    }
+}
 
 }  // namespace cpu
 
@@ -309,6 +305,11 @@ inline void fence_async_proxy() {}
 inline uint32_t cluster_rank() { return cpu::current_block->rank; }
 inline void cluster_sync(cpu::Site site = cpu::Site::here()) {
     cpu::cluster_barrier("cluster_sync", site);
+}
+template <typename T>
+T* cluster_pointer(T* shared, uint32_t rank, cpu::Site site = cpu::Site::here()) {
+    cpu::Block& peer = cpu::peer(rank, "cluster_pointer", site);
+    return reinterpret_cast<T*>(peer.shared.at(shared_address(shared)));
 }
 inline void barrier_arrive_remote(Barrier* barrier, uint32_t rank,
                                   cpu::Site site = cpu::Site::here()) {

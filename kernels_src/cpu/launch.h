@@ -83,8 +83,7 @@ inline cudaError_t run_grid(Grid& grid, const char* text) {
     return grid.failure.publish();
 }
 
-// A kernel with its launch configuration; calling it launches, and returns when the grid has
-// ended.
+// A kernel with its launch configuration; calling it launches, and returns when the grid has ended.
 template <typename... Parameters>
 struct Launch {
     const char* text;
@@ -93,9 +92,9 @@ struct Launch {
     size_t shared_bytes;
 
     cudaError_t operator()(Parameters... arguments) const {
-        auto call = [&] { kernel(arguments...); };
-        Grid grid{blocks, threads, cluster, 0, shared_bytes, nullptr, &call, schedule, {}};
-        grid.run_thread = [](void* pointer) { (*static_cast<decltype(call)*>(pointer))(); };
+        auto bound = [&] { kernel(arguments...); };
+        Grid grid{blocks, threads, cluster, 0, shared_bytes, nullptr, &bound, schedule, {}};
+        grid.call = [](void* kernel) { (*static_cast<decltype(bound)*>(kernel))(); };
         return run_grid(grid, text);
     }
 };

@@ -16,14 +16,14 @@ inline Block::Block(Grid& launched, int own_rank, Block** blocks)
       rank(own_rank),
       cluster(blocks) {
     threads = static_cast<Thread*>(calloc(size, sizeof(Thread)));
-    stacks_ = static_cast<char*>(mmap(nullptr, size * kStackBytes, PROT_READ | PROT_WRITE,
+    stacks_ = static_cast<char*>(mmap(nullptr, stacks_bytes(), PROT_READ | PROT_WRITE,
                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     if (stacks_ == MAP_FAILED) {
         grid.failure.keep(cudaErrorMemoryAllocation,
                           "no address space for the stacks of %d threads", size);
         return;
     }
-    madvise(stacks_, size * kStackBytes, MADV_NOHUGEPAGE);
+    madvise(stacks_, stacks_bytes(), MADV_NOHUGEPAGE);
     for (int i = 0; i < size; ++i) {
         threads[i].number = i;
         end_of_stack(threads[i]) = kStackEnd;
@@ -34,8 +34,8 @@ inline Block::~Block() {
     for (int i = 0; i < size; ++i) free(threads[i].copies);
     free(threads);
     if (stacks_ == MAP_FAILED) return;
-    allow(stacks_, size * kStackBytes);
-    munmap(stacks_, size * kStackBytes);
+    allow(stacks_, stacks_bytes());
+    munmap(stacks_, stacks_bytes());
 }
 
 inline void Block::begin(uint3 own_index, uint64_t own_run) {
@@ -66,7 +66,7 @@ inline void Block::run_thread() {
     Block& block = *current_block;
     Thread& thread = *current_thread;
     thread.fiber.entered();
-    block.grid.run_thread(block.grid.kernel);
+    block.grid.call(block.grid.kernel);
     block.exit_thread(thread);
     for (;;) thread.fiber.suspend();
 }

@@ -43,8 +43,8 @@ class SharedMemory {
     }
     void* dynamic() const { return base_ + kDynamicOffset; }
 
-    // The array of this declaration, which all threads of the block share; nullptr if it does
-    // not fit.
+    // The array of this declaration, which all threads of the block share; nullptr if it does not
+    // fit.
     void* find_or_add(const SharedDeclaration* declaration) {
         for (int i = count_ - 1; i > 0; --i) {
             if (arrays_[i].declaration == declaration) return base_ + arrays_[i].offset;
@@ -68,8 +68,8 @@ class SharedMemory {
     }
     char* at(uint32_t offset) const { return base_ + offset; }
 
-    // A write out of bounds: the array that lies nearest, and the byte, counted from the
-    // array's start.
+    // A write out of bounds: the array that lies nearest, and the byte, counted from the array's
+    // start.
     struct Damage {
         const SharedDeclaration* declaration;
         size_t bytes;
@@ -109,8 +109,8 @@ class SharedMemory {
         end_ += bytes;
         add_guard();
     }
-    // Up to the next multiple of 16, where an array may begin. The pattern, 0x7FC5 throughout,
-    // is a NaN as float, bf16 and fp16.
+    // Up to the next multiple of 16, where an array may begin. The pattern, 0x7FC5 throughout, is a
+    // NaN as float, bf16 and fp16.
     void add_guard() {
         const size_t begin = end_;
         end_ = (begin + kGuardBytes + 15) / 16 * 16;
@@ -123,7 +123,8 @@ class SharedMemory {
         while (base_[last] == pattern_[last % 2]) --last;
         const bool past_end = guard > 0 && (guard == count_ || first - begin <= end - 1 - last);
         const Array& array = arrays_[past_end ? guard - 1 : guard];
-        // The number that was written begins at a multiple of 4; its first byte may be the pattern's.
+        // The number that was written begins at a multiple of 4; its first byte may be the
+        // pattern's.
         first = first / 4 * 4 > begin ? first / 4 * 4 : begin;
         last = last / 4 * 4;
         damage = {array.declaration, array.bytes,

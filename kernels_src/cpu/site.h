@@ -6,6 +6,8 @@
 
 namespace [[gnu::visibility("hidden")]] cpu {
 
+inline bool same_text(const char* a, const char* b) { return a == b || strcmp(a, b) == 0; }
+
 struct Site {
     const char* file;
     int line;
@@ -14,7 +16,7 @@ struct Site {
         return {file, line};
     }
     bool operator==(const Site& other) const {
-        return line == other.line && strcmp(file, other.file) == 0;
+        return line == other.line && same_text(file, other.file);
     }
 };
 

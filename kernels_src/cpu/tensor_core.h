@@ -33,8 +33,8 @@ struct MmaOperands {
     const uint32_t *a, *b;
 };
 
-// d += a · b with a of 16 x kDepth and b of kDepth x 8, put together from the lanes' registers
-// by `gather`.
+// d += a · b with a of 16 x kDepth and b of kDepth x 8, put together from the lanes' registers by
+// `gather`.
 template <int kDepth, typename Gather>
 void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* name, Site site,
          Gather gather) {

@@ -26,9 +26,9 @@ struct Lanes {
     }
 };
 
-// The current thread comes to a meeting of the lanes in `mask`; says whether it is the last
-// one. All lanes must come to the same function with the same mask. A lane that has returned
-// from the kernel may not be in it: on the GPU, whether it still counts depends on time.
+// The current thread comes to a meeting of the lanes in `mask`; says whether it is the last one.
+// All lanes must come to the same function with the same mask. A lane that has returned from the
+// kernel may not be in it: on the GPU, whether it still counts depends on time.
 inline bool come_to_meeting(const Lanes& lanes, uint32_t mask, void* data) {
     Block& block = lanes.block;
     Thread& thread = *current_thread;
@@ -44,11 +44,10 @@ inline bool come_to_meeting(const Lanes& lanes, uint32_t mask, void* data) {
     }
     if (const uint32_t waiting = lanes.members & warp.meeting) {
         const Thread& other = lanes.thread(lowest_bit(waiting));
-        if (other.mask != mask || strcmp(other.waits_for, lanes.name) != 0) {
+        if (other.mask != mask || !same_text(other.waits_for, lanes.name)) {
             block.fail(thread, lanes.site,
-                       "lane %d comes to %s with mask 0x%08x, but lane %d waits for it at %s "
-                       "with mask "
-                       "0x%08x, %s:%d",
+                       "lane %d comes to %s with mask 0x%08x, but lane %d waits for it at %s with "
+                       "mask 0x%08x, %s:%d",
                        thread.lane(), lanes.name, mask, other.lane(), other.waits_for, other.mask,
                        other.site.file, other.site.line);
         }

@@ -102,8 +102,7 @@ __global__ void __launch_bounds__(kThreads)
     __syncthreads();
     attend(q, k, v, g, key_mask, scores, attended, S, D, H);
     project(attended, out_weight, out_bias, x, S, D);
-    __syncthreads();
-    for (int i = threadIdx.x; i < S * D; i += kThreads) {
+    for (int i = threadIdx.x; i < S * D; i += kThreads) {  // what it projected itself
         out[((b * S + i / D) * N + n) * D + i % D] = x[i];
     }
 }

@@ -100,8 +100,7 @@ __global__ void __launch_bounds__(THREADS)
     attend(q, k, v, g, key_mask, weights + threadIdx.x / kWarpSize * S, attended, S, D, H);
     __syncthreads();
     project(attended, out_weight, out_bias, x, S, D);
-    __syncthreads();
-    for (int i = threadIdx.x; i < S * D; i += THREADS) {
+    for (int i = threadIdx.x; i < S * D; i += THREADS) {  // what it projected itself
         out[((b * S + i / D) * N + n) * D + i % D] = x[i];
     }
 }

@@ -5,21 +5,22 @@
 // Two barriers remain. fp32 accuracy comes from three TF32 products of split operands.
 // Bytes and operations: as 03, the projections' operations three times but on tensor cores.
 // Predicts at seed: 4 µs in a graph: 0.9 launch, 0.4 for the first loads, 0.8 for 80 KB at 64 bytes
-// a cycle, 0.6 attention, 0.3 out_proj, 0.3 to store and end. Two blocks a column, as a cluster,
-// would halve the 0.8 and pay for it with two cluster barriers.
+// a cycle, 0.6 attention, 0.3 out_proj, the rest to store and end. BLOCKS 2, a cluster for each
+// column, halves the 0.8 and splits the instructions, for two cluster barriers: 0.3 less.
 // Shapes: S ≤ 8, D = 16·H ≤ 64: a warp holds three matrices' tiles, 3·D/2 registers.
-#include "cuda.cuh"
-#include "tensor_core.cuh"
+#include "hopper.cuh"
 
 constexpr float kEpsilon = 1e-5f;
-constexpr int kHeadDim = 16;                 // a head's channels are the 16 outputs of a tile
-constexpr int kRows = 8;                     // rows of x in a tile; those past S repeat the last
-constexpr int kSteps = D / 16;               // a tile's 16 channels at a time are two mma deep
-constexpr int kHeadStride = kHeadDim + 4;    // floats from row to row of a head's q, k, v and g
-constexpr int kStride = D + 16;              // and of the attended rows
-constexpr int kThreads = 2 * H * kWarpSize;  // a head's first warp has q and k, its second v and g
+constexpr int kHeadDim = 16;               // a head's channels are the 16 outputs of a tile
+constexpr int kRows = 8;                   // rows of x in a tile; those past S repeat the last
+constexpr int kSteps = D / 16;             // a tile's 16 channels at a time are two mma deep
+constexpr int kHeadStride = kHeadDim + 4;  // floats from row to row of a head's q, k, v and g
+constexpr int kStride = D + 16;            // and of the attended rows
+constexpr int kHeads = H / BLOCKS;         // of a block: BLOCKS of them, a cluster, share a column
+constexpr int kThreads = 2 * kHeads * kWarpSize;  // a head: one warp for q and k, one for v and g
 
 static_assert(S <= kRows && D == H * kHeadDim && D <= 64, "seed-size columns only");
+static_assert(H % BLOCKS == 0, "whole heads a block");
 
 // 16 rows of a weight matrix, or 8 rows of x, in registers. Lane (g = lane / 4, t = lane % 4) has
 // channels 16·j + 4·t to 16·j + 4·t + 3 of row g, one 16-byte load. To the tensor core they are
@@ -133,7 +134,8 @@ __device__ void softmax(const float* q, const float* k, float2 key_mask, float* 
     weights[s * kRows + t + 1] = weight.y * inverse;
 }
 
-// attended[s][c] = g[s][c] Σ_t weights[s][t] v[t][c], for 8 of a head's channels by one warp
+// attended[s][c] = g[s][c] Σ_t weights[s][t] v[t][c], for 8 of a head's channels by one warp, to
+// each block of the column
 __device__ void attend(const float* weights, const float* v, const float* g, float* attended) {
     const int s = threadIdx.x % kWarpSize / 4, c = threadIdx.x % 4 * 2;
     float2 sum = make_float2(0, 0);
@@ -142,8 +144,13 @@ __device__ void attend(const float* weights, const float* v, const float* g, flo
         sum.x += weight * v[t * kHeadStride + c];
         sum.y += weight * v[t * kHeadStride + c + 1];
     }
-    attended[s * kStride + c] = sum.x * g[s * kHeadStride + c];
-    attended[s * kStride + c + 1] = sum.y * g[s * kHeadStride + c + 1];
+    sum.x *= g[s * kHeadStride + c];
+    sum.y *= g[s * kHeadStride + c + 1];
+    for (int block = 0; block < BLOCKS; ++block) {
+        float* to = BLOCKS == 1 ? attended : cluster_pointer(attended, block);
+        to[s * kStride + c] = sum.x;
+        to[s * kStride + c + 1] = sum.y;
+    }
 }
 
 __global__ void __launch_bounds__(kThreads, 1)
@@ -151,14 +158,15 @@ __global__ void __launch_bounds__(kThreads, 1)
                   const float* layer_norm_bias, const float* query_weight, const float* key_weight,
                   const float* value_weight, const float* gate_weight, const float* gate_bias,
                   const float* out_weight, const float* out_bias, float* out, int N) {
-    SHARED(float, q, [H][kRows * kHeadStride]);
-    SHARED(float, k, [H][kRows * kHeadStride]);
-    SHARED(float, v, [H][kRows * kHeadStride]);
-    SHARED(float, g, [H][kRows * kHeadStride]);
-    SHARED(float, weights, [H][kRows * kRows]);
+    SHARED(float, q, [kHeads][kRows * kHeadStride]);
+    SHARED(float, k, [kHeads][kRows * kHeadStride]);
+    SHARED(float, v, [kHeads][kRows * kHeadStride]);
+    SHARED(float, g, [kHeads][kRows * kHeadStride]);
+    SHARED(float, weights, [kHeads][kRows * kRows]);
     SHARED(float, attended, [kRows * kStride]);
-    const int64_t b = blockIdx.x / N, n = blockIdx.x % N;
-    const int head = threadIdx.x / kWarpSize % H, channel = head * kHeadDim;
+    const int64_t b = blockIdx.x / BLOCKS / N, n = blockIdx.x / BLOCKS % N;
+    const int head = threadIdx.x / kWarpSize % kHeads;  // of this block's
+    const int channel = (blockIdx.x % BLOCKS * kHeads + head) * kHeadDim;
     const bool first_warp = threadIdx.x < kThreads / 2;  // the head's warp for query and key
     const int row = threadIdx.x % kWarpSize / 4, lane4 = threadIdx.x % 4;
 
@@ -183,6 +191,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (2 * lane4 + 1 < S) key_mask.y = mask[(b * S + 2 * lane4 + 1) * N + n];
     }
 
+    if (BLOCKS > 1) cluster_sync();  // every block has begun: its shared memory may be written
+
     layer_norm(x, norm_weight, norm_bias);
     RowTile rows;
     split_rows(rows, x);
@@ -201,7 +211,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __syncthreads();
     const int half = first_warp ? 0 : 8;  // each of the head's warps takes half of its channels
     attend(weights[head], v[head] + half, g[head] + half, attended + channel + half);
-    __syncthreads();
+    BLOCKS == 1 ? __syncthreads() : cluster_sync();
     if (first_warp) {  // 16 outputs a warp
         for (int j = 0; j < kSteps; ++j)
             x[j] = load4(attended + row * kStride + 16 * j + 4 * lane4);
@@ -221,7 +231,8 @@ EXPORT cudaError_t split_tensor_cores(const float* msa, const float* mask,
                                       const float* gate_bias, const float* out_weight,
                                       const float* out_bias, float* out, int B, int N,
                                       cudaStream_t stream) {
-    return LAUNCH(column_kernel, dim3(B * N), dim3(kThreads), 0, stream)(
-        msa, mask, layer_norm_weight, layer_norm_bias, query_weight, key_weight, value_weight,
-        gate_weight, gate_bias, out_weight, out_bias, out, N);
+    return LAUNCH_CLUSTER(column_kernel, dim3(B * N * BLOCKS), dim3(kThreads), dim3(BLOCKS), 0,
+                          stream)(msa, mask, layer_norm_weight, layer_norm_bias, query_weight,
+                                  key_weight, value_weight, gate_weight, gate_bias, out_weight,
+                                  out_bias, out, N);
 }

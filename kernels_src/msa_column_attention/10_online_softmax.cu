@@ -29,6 +29,8 @@ constexpr int kCoreBytes =
     sizeof(__half) * (kQueries * kHeadStride + 4 * kKeyHalves) + sizeof(float) * 2 * kKeys;
 constexpr float kWeightBits = 12;  // softmax weights reach 2^12, so that small ones keep their bits
 
+constexpr int kBlocks = kHeadDim == 16 || kHeadDim == 32 ? 3 : kHeadDim <= 64 ? 2 : 1;  // at a time
+
 static_assert(kHeadDim % 8 == 0 && kHeadDim <= 128 && D <= 512, "heads of 8 to 128 channels");
 
 // key_bias[b][n][s] = 0, or -∞ for masked keys and for those that fill up the last tile
@@ -313,9 +315,7 @@ __device__ void store_queries(Queries& queries, const float* g, __half* rows, __
 }
 
 // A block kQueries queries of one head of one column. Keys and values arrive a tile ahead.
-__global__ void __launch_bounds__(kCoreThreads, kHeadDim <= 32   ? 3
-                                                : kHeadDim <= 64 ? 2
-                                                                 : 1)
+__global__ void __launch_bounds__(kCoreThreads, kBlocks)
     attention_kernel(__half* q, const __half* k, const __half* v, const float* g,
                      const float* key_bias, const float* scales, int S, int N) {
     DYNAMIC_SHARED(__half, shared);

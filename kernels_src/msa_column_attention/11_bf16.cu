@@ -6,16 +6,16 @@
 // zero rows of V; Σ is one more column of P·V, with the mask in V's place. Some exponentials are
 // polynomials, so that FMA and special-function units share them. Columns go through a workspace
 // in parts. Bytes: 24·B·N·S·D. Operations: 10·B·S·N·D² + 4·B·N·S²·D, B·N·S²·H exponentials.
-// Predicts: af2 235 + 250 + 65 µs (the core at tensor cores' 62 % of mma.sync, 230 of 270 cycles
-// a 64 × 64 tile); extra 75 + 640 + 35 µs (the core at 690 instructions for 32 × 128 scores).
+// Predicts: af2 235 + 250 + 65 µs (core: a tile of 64 × 64 scores takes 230 cycles of mma.sync, at
+// 62 % of wgmma's rate); extra 75 + 640 + 35 µs (690 instructions a warp for 32 × 128 scores).
 // Shapes: any B, S, N; D up to 256; d = 8, 16, 24 … 128.
 #include "msa_column_attention/mma_projections.cuh"
 
 #ifndef POLYNOMIALS  // so many of 8 exponentials go to the FMA units
 #define POLYNOMIALS (D / H < 16 ? 3 : D / H < 64 ? 2 : 1)
 #endif
-#ifndef CORE_WARPS  // of a core block: the more, the less often K and V are read from L2
-#define CORE_WARPS 4
+#ifndef CORE_WARPS    // of a core block: the more, the less often K and V are read from L2
+#define CORE_WARPS 4  // 8 want a PAD of 256
 #endif
 
 static_assert(D <= 256 && kChannels <= 128, "D is at most 256 and d at most 128");
@@ -23,8 +23,9 @@ static_assert(D <= 256 && kChannels <= 128, "D is at most 256 and d at most 128"
 constexpr int kRowTiles = kChannels > 32 ? 1 : 2;  // m16 tiles of queries a warp
 constexpr int kCoreThreads = 32 * CORE_WARPS;
 constexpr int kQueries = CORE_WARPS * 16 * kRowTiles;  // of a core block
-constexpr int kKeys = kChannels > 16 ? 64 : 128;       // keys of a tile
-constexpr int kTile = kKeys * (2 * kChannels + 1);     // elements of K, V and the mask of a tile
+static_assert(PAD % kQueries == 0, "PAD must be a multiple of a block's queries");
+constexpr int kKeys = kChannels > 16 ? 64 : 128;    // keys of a tile
+constexpr int kTile = kKeys * (2 * kChannels + 1);  // elements of K, V and the mask of a tile
 
 struct Fragments {  // of a warp: what mma_m16n8k16 wants or gives
     uint32_t query[kRowTiles][(kChunks + 1) / 2][4];

@@ -16,9 +16,10 @@
 static_assert(D % 64 == 0 && D <= 256, "D must be 64, 128, 192 or 256");
 static_assert(kChunks == 1 || kChunks == 2 || kChunks == 4 || kChunks == 8, "d: 8, 16, 32 or 64");
 
-constexpr int kCoreWarps = kChannels < 64 ? 16 : 8;          // that multiply; one more loads
-constexpr int kCoreThreads = (kCoreWarps + 4) * kWarpSize;   // registers go by warpgroups
-constexpr int kCoreRegisters = kChannels < 64 ? 120 : 208;   // of a thread that multiplies
+constexpr int kCoreWarps = kChannels < 64 ? 16 : 8;         // that multiply; one more loads
+constexpr int kCoreThreads = (kCoreWarps + 4) * kWarpSize;  // registers go by warpgroups
+constexpr int kCoreRegisters = kChannels < 64 ? 112 : 208;  // of a thread that multiplies
+static_assert(registers_suffice(4, 24, kCoreWarps, kCoreRegisters), "they would wait for ever");
 constexpr int kQueries = kCoreWarps * 16;                    // of a block, 64 a warpgroup
 constexpr int kKeys = 128;                                   // in a stage of the ring
 constexpr int kPieceBytes = kKeys * kRowBytes;               // one chunk of the keys
@@ -188,7 +189,8 @@ __global__ void __launch_bounds__(kCoreThreads, 1)
         for (int i = 0; i < 4 * kSteps; ++i) {
             const int chunk = i / 4 * 2 + i % 4 / 2;
             const bf16* pair = head.query + chunk * head.piece + at + i % 2 * 64;
-            query[i / 4][i % 4] = chunk < kChunks ? *reinterpret_cast<const uint32_t*>(pair) : 0;
+            const bool real = chunk < kChunks && row0 < S;
+            query[i / 4][i % 4] = real ? *reinterpret_cast<const uint32_t*>(pair) : 0;
         }
         float sums[4 * (kChunks + 1)];
         attend(ring, full, empty, place, S, row0 / 64 * 64 < S, query, sums);
@@ -231,7 +233,7 @@ EXPORT cudaError_t attention_hopper(
     }
     for (int first = 0; first < B * N; first += columns) {
         const int count = columns < B * N - first ? columns : B * N - first;
-        const dim3 grid(count * blocks);
+        const dim3 grid(ceil_div(count * blocks, CLUSTER) * CLUSTER);  // whole clusters
         bf16* key_mask = projected + int64_t(4) * count * padded * D;
         if (cudaError_t error =
                 LAUNCH_CLUSTER(prologue_kernel, grid, gemm_threads, cluster, kGemmShared, stream)(
@@ -248,7 +250,7 @@ EXPORT cudaError_t attention_hopper(
         }
         if (cudaError_t error =
                 LAUNCH_CLUSTER(epilogue_kernel, grid, gemm_threads, cluster, kGemmShared, stream)(
-                    projected, packed + 4 * D * D, out_bias, out, first, S, N)) {
+                    projected, packed + 4 * D * D, out_bias, out, first, count, S, N)) {
             return error;
         }
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,15 @@ from kernels_src.msa_column_attention.reference import (
 )
 from kernels_src.operator import Operator, Stage
 
-__all__ = ["MSA_COLUMN_ATTENTION", "MSAColumnAttention", "Parameters", "Shape"]
+__all__ = [
+    "MSA_COLUMN_ATTENTION",
+    "MSAColumnAttention",
+    "Parameters",
+    "Shape",
+    "block_size",
+    "split_tensor_cores",
+    "transposed_weights",
+]
 
 HERE = Path(__file__).parent
 SHARED_BYTES = 227 * 1024  # the most that a block can have on compute capability 9.0
@@ -116,6 +125,29 @@ def _one_launch(
     return run
 
 
+def block_size(threads: int) -> Stage:
+    """Stage 05 at a block size, a multiple of 32 up to 1024."""
+    return _stage(
+        "05_block_size.cu",
+        _one_launch("block_size"),
+        constants=lambda shape: {"THREADS": threads},
+        unsupported=_fits_shared(lambda shape: shape.S * (6 * shape.D + threads // 32 + 1)),
+        label=None if threads == 512 else f"05_block_size_{threads}",
+    )
+
+
+def transposed_weights() -> Stage:
+    """Stage 05 with the weights transposed on every call, which coalesces its reads without 06's tile."""
+    stage = block_size(512)
+
+    def run(kernels: Any, module: MSAColumnAttention, msa: Tensor, mask: Tensor) -> Tensor:
+        parameters = [p.t().contiguous() if p.ndim == 2 else p for p in _parameters(module)]
+        return stage.run(kernels, Parameters(module.num_heads, tuple(parameters)), msa, mask)
+
+    text = stage.code.replace("weight[e * D + c]", "weight[c * D + e]")
+    return replace(stage, run=run, text=text, label="05_transposed_weights")
+
+
 def _constant_shape(shape: Shape) -> dict[str, int]:
     return {"S": shape.S, "D": shape.D, "H": shape.H}
 
@@ -145,7 +177,9 @@ def _three_kernels_unsupported(shape: Shape) -> str | None:
     )
 
 
-def _split_tensor_cores_unsupported(shape: Shape) -> str | None:
+def _split_tensor_cores_unsupported(shape: Shape, blocks: int) -> str | None:
+    if shape.H % blocks:
+        return f"{blocks} blocks cannot share {shape.H} heads"
     if shape.S > 8 or shape.D > 64 or shape.D != 16 * shape.H:
         return "a warp's tensor-core tiles are 8 rows of at most 64 channels, heads of 16"
     return None
@@ -183,6 +217,17 @@ def _bf16_unsupported(shape: Shape) -> str | None:
     if shape.D > 256 or shape.D % (8 * shape.H) or shape.D > 128 * shape.H:
         return "16-byte accesses need heads of 8, 16, … 128 channels, and at most 256 channels in all"
     return None
+
+
+def split_tensor_cores(blocks: int) -> Stage:
+    """Stage 09 with so many blocks a column, a cluster that shares its heads."""
+    return _stage(
+        "09_split_tensor_cores.cu",
+        _one_launch("split_tensor_cores", constant_shape=True),
+        constants=lambda shape: {**_constant_shape(shape), "BLOCKS": blocks},
+        unsupported=lambda shape: _split_tensor_cores_unsupported(shape, blocks),
+        label=None if blocks == 1 else f"09_split_tensor_cores_{blocks}_blocks",
+    )
 
 
 def _online_softmax(kernels: Any, module: MSAColumnAttention, msa: Tensor, mask: Tensor) -> Tensor:
@@ -229,12 +274,7 @@ STAGES: tuple[Stage, ...] = (
         _one_launch("parallel_heads"),
         unsupported=_fits_shared(lambda shape: shape.S * (6 * shape.D + shape.H * shape.S + 1)),
     ),
-    _stage(
-        "05_block_size.cu",
-        _one_launch("block_size"),
-        constants=lambda shape: {"THREADS": 512},
-        unsupported=_fits_shared(lambda shape: shape.S * (6 * shape.D + 16 + 1)),
-    ),
+    block_size(512),
     _stage(
         "06_staged_weights.cu",
         _one_launch("staged_weights"),
@@ -254,12 +294,7 @@ STAGES: tuple[Stage, ...] = (
         constants=_constant_shape,
         unsupported=_three_kernels_unsupported,
     ),
-    _stage(
-        "09_split_tensor_cores.cu",
-        _one_launch("split_tensor_cores", constant_shape=True),
-        constants=_constant_shape,
-        unsupported=_split_tensor_cores_unsupported,
-    ),
+    split_tensor_cores(1),
     _stage(
         "10_online_softmax.cu",
         _online_softmax,

@@ -11,8 +11,11 @@ constexpr int kChannels = D / H;        // d
 constexpr int kChunks = kChannels / 8;  // of a head's row
 static_assert(D % H == 0 && kChannels % 8 == 0, "heads must have a multiple of 8 channels");
 
+#ifndef PAD  // the workspace pads S to a multiple: that of the largest tile of rows or keys
+#define PAD 128
+#endif
 // Rows of a column in the workspace: those past S are zero in K and V, and masked.
-__host__ __device__ inline int padded_rows(int S) { return ceil_div(S, 256) * 256; }
+__host__ __device__ inline int padded_rows(int S) { return ceil_div(S, PAD) * PAD; }
 
 __device__ inline float low_half(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ inline float high_half(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000); }
@@ -54,20 +57,21 @@ __device__ inline void layer_norm(const bf16* rows, int64_t stride, int first, i
     constexpr int kBatch = kSteps < kRows / 4 ? kSteps : kRows / 4;  // loads in flight a lane
     const int chunk = threadIdx.x % kLanes, row0 = first + threadIdx.x % 32 / kLanes;
     const bool real = kWidth == 8 * kLanes || chunk < kWidth / 8;
-    float scale[8] = {}, shift[8] = {};
-    if (real) unpack(load8(weight, chunk), scale), unpack(load8(bias, chunk), shift);
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    const uint4 packed_scale = real ? load8(weight, chunk) : zero;
+    const uint4 packed_shift = real ? load8(bias, chunk) : zero;
     for (int i = 0; i < kSteps; i += kBatch) {
         uint4 raw[kBatch];
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
             const int row = row0 + (i + j) * kAtOnce;
-            raw[j] = make_uint4(0, 0, 0, 0);
+            raw[j] = zero;
             if (real && row < end) raw[j] = load8(rows, row * stride + chunk);
         }
 #pragma unroll
         for (int j = 0; j < kBatch; ++j) {
             const int row = row0 + (i + j) * kAtOnce;
-            float y[8], sum = 0, squares = 0;
+            float y[8], scale[8], shift[8], sum = 0, squares = 0;
             unpack(raw[j], y);
             for (int c = 0; c < 8; ++c) sum += y[c];
             for (int m = 1; m < kLanes; m *= 2) sum += __shfl_xor_sync(kFullMask, sum, m);
@@ -75,8 +79,10 @@ __device__ inline void layer_norm(const bf16* rows, int64_t stride, int first, i
             for (int c = 0; c < 8; ++c) squares += real ? y[c] * y[c] : 0;
             for (int m = 1; m < kLanes; m *= 2) squares += __shfl_xor_sync(kFullMask, squares, m);
             const float inverse = rsqrtf(squares * (1.0f / kWidth) + 1e-5f);
+            unpack(packed_scale, scale);
+            unpack(packed_shift, shift);
             for (int c = 0; c < 8; ++c) y[c] = fmaf(y[c], inverse * scale[c], shift[c]);
-            const uint4 normal = row < end ? pack(y) : make_uint4(0, 0, 0, 0);
+            const uint4 normal = row < end ? pack(y) : zero;
             if (chunk < kPadded / 8) store8(x, place(row, chunk), normal);
         }
     }

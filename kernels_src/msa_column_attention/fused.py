@@ -56,15 +56,20 @@ class FusedMSAColumnAttention(MSAColumnAttention):
     def forward(self, msa: Tensor, mask: Tensor) -> Tensor:
         """msa (B,S,N,D) and mask (B,S,N) → (B,S,N,D)."""
         self._refuse_training(msa)
-        if torch.compiler.is_compiling() or type(msa) is not Tensor:
+        if type(msa) is not Tensor or type(mask) is not Tensor or torch.compiler.is_compiling():
+            shape_of(self, msa, mask)
             parameters = [parameter.detach() for parameter in self.parameters()]
             return msa_column_attention(msa, mask, parameters, self.num_heads)
         weight = self._modules["layer_norm"]._parameters["weight"]
-        key = (msa.shape, msa.dtype, msa.device, weight.dtype, weight.device, mask.shape, mask.device)
+        key = (msa.shape, msa.dtype, msa.device, weight.dtype, weight.device)
+        key += (mask.shape, mask.dtype, mask.device)
         call = self._calls.get(key)
         if call is None or not msa.is_contiguous():
             call = self._calls[key] = self._checked_call(msa, mask)
         return call(self, msa, mask)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_calls": {}}  # for copies and pickles: they load their own
 
     def _checked_call(self, msa: Tensor, mask: Tensor) -> Callable[..., Tensor]:
         shape = shape_of(self, msa, mask)

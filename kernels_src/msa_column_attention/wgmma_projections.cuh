@@ -17,6 +17,7 @@ constexpr int kRowBytes = 16;  // of a chunk; 8 rows are a core matrix
 constexpr int kRows = 128;     // of a column in a block, 64 a warpgroup
 constexpr int kGemmWarps = 8;  // that multiply; one more loads
 constexpr int kGemmThreads = (kGemmWarps + 1) * kWarpSize;
+constexpr int kGemmBlocks = D > 64 ? 2 : 3;  // on a multiprocessor
 constexpr int kXStride =
     kRows * kRowBytes + 16;  // bytes from a chunk of x to the next: no conflict
 constexpr int kSlab = 32;    // channels of the weights in a stage of the ring
@@ -131,7 +132,7 @@ __device__ void start_ring(Barrier* full, Barrier* empty) {
 
 // projected (4, columns, D / 8, padded, 8) = q·log2(e)/√d, k, v (0 where masked) and σ(gate), and
 // key_mask (columns, padded, 8); a block takes kRows rows of one column, all outputs.
-__global__ void __launch_bounds__(kGemmThreads, D > 64 ? 2 : 3)
+__global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
     prologue_kernel(const bf16* msa, const bf16* mask, const bf16* layer_norm_weight,
                     const bf16* layer_norm_bias, const bf16* packed, const bf16* gate_bias,
                     bf16* projected, bf16* key_mask, int first_column, int columns, int S, int N) {
@@ -140,14 +141,17 @@ __global__ void __launch_bounds__(kGemmThreads, D > 64 ? 2 : 3)
     SHARED(Barrier, empty, [kSlabs]);
     SHARED(float, kept, [kRows]);
     unsigned char* ring = x + D / 8 * kXStride;
-    const int padded = padded_rows(S), blocks = padded / kRows, local = blockIdx.x / blocks;
-    const int first = blockIdx.x % blocks * kRows, warp = threadIdx.x / kWarpSize;
+    const int padded = padded_rows(S), blocks = padded / kRows, warp = threadIdx.x / kWarpSize;
+    const int block =
+        min(int(blockIdx.x), columns * blocks - 1);  // a cluster's odd one does it again
+    const int local = block / blocks, first = block % blocks * kRows;
     const int64_t column = first_column + local, b = column / N, n = column % N;
     start_ring(full, empty);
     if (warp == kGemmWarps) {
         if (threadIdx.x % kWarpSize == 0) {
             load_weights(packed, ring, full, empty, 4 * kPasses * (D / kSlab));
         }
+        __syncwarp();
     } else {
         if (threadIdx.x < kRows) {
             const int s = first + threadIdx.x;
@@ -164,7 +168,7 @@ __global__ void __launch_bounds__(kGemmThreads, D > 64 ? 2 : 3)
         named_barrier(1, kGemmWarps * kWarpSize);
         const float query_scale = kLog2E * rsqrtf(kChannels);
         multiply<4>(x, ring, full, empty, [&](int matrix, int row, int output, float (&y)[8]) {
-            const int64_t piece = (int64_t(matrix) * columns + local) * (D / 8) + output / 8;
+            const int piece = (matrix * columns + local) * (D / 8) + output / 8;
             if (matrix == 3) {
                 float bias[8];
                 unpack(load8(gate_bias, output / 8), bias);
@@ -181,16 +185,18 @@ __global__ void __launch_bounds__(kGemmThreads, D > 64 ? 2 : 3)
 }
 
 // out (B, S, N, D) = gated (columns, D / 8, padded, 8) · out_weight + out_bias
-__global__ void __launch_bounds__(kGemmThreads, D > 64 ? 2 : 3)
+__global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
     epilogue_kernel(const bf16* gated, const bf16* packed, const bf16* out_bias, bf16* out,
-                    int first_column, int S, int N) {
+                    int first_column, int columns, int S, int N) {
     DYNAMIC_SHARED(unsigned char, x);
     SHARED(Barrier, full, [kSlabs]);
     SHARED(Barrier, empty, [kSlabs]);
     SHARED(Barrier, x_full, [1]);
     unsigned char* ring = x + D / 8 * kXStride;
-    const int padded = padded_rows(S), blocks = padded / kRows, local = blockIdx.x / blocks;
-    const int first = blockIdx.x % blocks * kRows, warp = threadIdx.x / kWarpSize;
+    const int padded = padded_rows(S), blocks = padded / kRows, warp = threadIdx.x / kWarpSize;
+    const int block =
+        min(int(blockIdx.x), columns * blocks - 1);  // a cluster's odd one does it again
+    const int local = block / blocks, first = block % blocks * kRows;
     const int64_t column = first_column + local, b = column / N, n = column % N;
     if (threadIdx.x == 0) barrier_init(x_full, 1);
     start_ring(full, empty);
@@ -203,6 +209,7 @@ __global__ void __launch_bounds__(kGemmThreads, D > 64 ? 2 : 3)
             }
             load_weights(packed, ring, full, empty, kPasses * (D / kSlab));
         }
+        __syncwarp();
     } else {
         barrier_wait(x_full, 0);
         multiply<1>(x, ring, full, empty, [&](int, int row, int output, float (&y)[8]) {

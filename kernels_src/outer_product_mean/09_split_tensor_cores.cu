@@ -9,157 +9,38 @@
 // Predicts at af2: 1.3 ms: 0.08 for the inputs' kernel, 0.97 of tensor cores (L2 1.0 beside it),
 // 0.2 in which a block fills its first stages or stores. Peak 0.13 GB beside the inputs.
 // Shapes: D up to 256, C up to 32 (padded to 32), any other size.
-#include "outer_product_mean/split_operands.cuh"
+#include "outer_product_mean/split_inputs.cuh"
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / kWarpSize;
 constexpr int kResiduesI = 8, kResiduesJ = 4;  // of a block's tile
 constexpr int kPairs = kResiduesI * kResiduesJ;
-constexpr int kDepth = 32;                           // s of one stage
-constexpr int kStages = 3;                           // one is multiplied while two arrive
-constexpr int kRowWords = kHidden;                   // big, then small parts of a row of a or b
+constexpr int kDepth = 16;                           // s of one stage: one step of mma
+constexpr int kStages = 6;                           // one is multiplied while five arrive
 constexpr int kPitchI = kResiduesI * kRowWords + 4;  // words of one s in a stage; 16 bytes past a
 constexpr int kPitchJ = kResiduesJ * kRowWords + 4;  // multiple of the banks: no conflicts
 constexpr int kStageWords = kDepth * (kPitchI + kPitchJ);
-constexpr int kChannels = kHidden * kHidden;         // (h,k) of a pair, in the order of channel_at
 constexpr int kPairPitch = kChannels / 2 + 4;        // words of a pair's big (or small) parts
-constexpr int kOutputs = 128;                        // p of a block
-constexpr int kOutputTiles = kOutputs / 8;           // as mma has them
 constexpr int kWarpSteps = kChannels / 16 / kWarps;  // of 16 channels, of a warp's eighth
 constexpr int kPartialPitch = kOutputs + 8;          // floats of a pair's sums
 constexpr int kGroup = 8;                            // tiles of i that blocks at work share
-constexpr int kInputBlocks = 132;                    // the H200's multiprocessors
 constexpr int kOuterShift = 15;  // |outer| / rows < 2^30 as scaled; 2^-15 takes it into fp16
 constexpr int kSharedBytes = sizeof(uint32_t) * kStages * kStageWords;
-static_assert(D <= 256, "a lane holds its part of two rows of msa in registers");
 static_assert(2 * kPairs * kPairPitch <= kStages * kStageWords);
 static_assert(kWarps * kPairs * kPartialPitch <= kStages * kStageWords);
 
-// The channel h·C + k at a position of the projection's order, -1 in the padding. A lane has, of a
-// pair and an h, k = 2t, 2t+1 of four tiles: here they are 8 neighbours.
-__device__ int channel_at(int position) {
-    const int h = position / kHidden,
-              k = position % 8 / 2 * 8 + position % kHidden / 8 * 2 + position % 2;
-    return h < C && k < C ? h * C + k : -1;
-}
-
-// out_weight's channels p as operands in two parts, a warp each, and the powers of two that they
-// are scaled by. weight[p / 128][step of 16 channels][p / 8 % 16][lane]
-__device__ void split_weight(const float* out_weight, uint4* weight, float* shifts, int p, int P) {
-    const int lane = threadIdx.x % kWarpSize;
-    const float* row = out_weight + int64_t(p) * C * C;
-    float largest = 0;
-    for (int at = lane; at < C * C && p < P; at += kWarpSize)
-        largest = fmaxf(largest, fabsf(row[at]));
-    const int shift = shift_of(warp_max(largest));
-    for (int at = lane; at < kChannels / 4; at += kWarpSize) {
-        const int step = at / 4, t = at % 4;
-        float value[4];
-        for (int e = 0; e < 4; ++e) {
-            const int channel = channel_at(step * 16 + e / 2 * 8 + t * 2 + e % 2);
-            value[e] = p < P && channel >= 0 ? row[channel] * power_of_two(shift) : 0;
-        }
-        uint4 words;
-        split(value[0], value[1], words.x, words.z);
-        split(value[2], value[3], words.y, words.w);
-        const int64_t tile = (int64_t(p / kOutputs) * (kChannels / 16) + step) * kOutputTiles;
-        weight[(tile + p % kOutputs / 8) * kWarpSize + p % 8 * 4 + t] = words;
-    }
-    if (lane == 0) shifts[p] = shift;
-}
-
-// reciprocal[b][n] = 1 / max(1, Σ_s mask[b][s][n]) for 32 residues n, one a lane
-__device__ void count_rows(const float* mask, float* reciprocal, int64_t batch, int first_n, int S,
-                           int N) {
-    SHARED(float, partial, [kWarps][kWarpSize]);
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, n = first_n + lane;
-    float count = 0;
-    for (int s = warp; s < S && n < N; s += kWarps) count += mask[(batch * S + s) * N + n];
-    partial[warp][lane] = count;
-    __syncthreads();
-    if (warp == 0 && n < N) {
-        for (int w = 1; w < kWarps; ++w) count += partial[w][lane];
-        reciprocal[batch * N + n] = 1.0f / fmaxf(count, 1.0f);
-    }
-}
-
-__global__ void __launch_bounds__(kThreads)
-    prepare_kernel(const float* mask, const float* out_weight, float* reciprocal, float* weight,
-                   float* shifts, int S, int N, int P, int weight_blocks) {
-    const int block = blockIdx.x - weight_blocks, residue_tiles = ceil_div(N, kWarpSize);
-    if (block < 0) {
-        split_weight(out_weight, reinterpret_cast<uint4*>(weight), shifts,
-                     blockIdx.x * kWarps + threadIdx.x / kWarpSize, P);
-    } else {
-        count_rows(mask, reciprocal, block / residue_tiles, block % residue_tiles * kWarpSize, S,
-                   N);
-    }
-}
-
-// a and b of all rows (b,s,n), 16 a warp at a time, as they enter the product: (row, big or small,
-// 32 channels) of fp16. shifts[0], shifts[1]: the powers of two that they are scaled by
-__global__ void __launch_bounds__(kThreads, 1)
-    inputs_kernel(const float* msa, const float* mask, const float* layer_norm_weight,
-                  const float* layer_norm_bias, const float* proj_a_weight,
-                  const float* proj_a_bias, const float* proj_b_weight, const float* proj_b_bias,
-                  uint32_t* a, uint32_t* b, float* shifts, int64_t rows) {
-    DYNAMIC_SHARED(Projections, shared);
-    Projections& projections = *shared;
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-    {
-        Affine affine;
-        load_affine(affine, layer_norm_weight, layer_norm_bias);
-        const bool is_a = warp < kColumnTiles;
-        prepare_projection(projections, is_a ? 0 : 1, warp % kColumnTiles,
-                           is_a ? proj_a_weight : proj_b_weight, is_a ? proj_a_bias : proj_b_bias,
-                           affine);
-    }
-    __syncthreads();
-    const int shift[2] = {shift_of(projections, 0), shift_of(projections, 1)};
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        shifts[0] = shift[0];
-        shifts[1] = shift[1];
-    }
-
-    const int64_t stride = int64_t(gridDim.x) * kWarps * 16;
-    for (int64_t first = (int64_t(blockIdx.x) * kWarps + warp) * 16; first < rows;
-         first += stride) {
-        const auto row_of = [&](int half) {
-            const int64_t row = first + half * 8 + lane / 4;
-            return row < rows ? row : -1;
-        };
-        float x[1][2][kSteps][4], present[2];
-        load_tile(msa, mask, row_of, x[0], present);
-        normalize(x[0]);
-        float sums[2][1][kColumnTiles][4] = {};
-        project(projections, 0, x, sums);
-        for (int half = 0; half < 2; ++half) {
-            if (row_of(half) < 0) continue;
-            const int64_t at = row_of(half) * kRowWords + lane % 4 * 4;
-            for (int matrix = 0; matrix < 2; ++matrix) {
-                uint32_t* to = (matrix == 0 ? a : b) + at;
-                finish(projections, matrix, sums[matrix][0], half,
-                       present[half] * power_of_two(shift[matrix]), to, to + kRowWords / 2);
-            }
-        }
-    }
-}
-
-// Starts the copy of kDepth rows s of kResidues residues of a or b; zeros past the edges.
+// Starts the copy of a stage, kDepth rows s of kResidues residues of a or b, of which the thread
+// begins at `from` and then moves on; zeros past the edges.
 template <int kResidues>
-__device__ void copy_rows(uint32_t* tile, const uint32_t* from, int first_s, int first_n, int S,
+__device__ void copy_rows(uint32_t* stage, const uint32_t*& from, int first_s, bool inside, int S,
                           int N) {
     constexpr int kPieces = kResidues * kRowWords / 4;  // of 16 bytes, of one s
     constexpr int kTogether = kThreads / kPieces;       // s that all threads copy at once
-    const int piece = threadIdx.x % kPieces, s = threadIdx.x / kPieces;
-    const bool inside = first_n + piece / (kRowWords / 4) < N;
-    const uint32_t* source = from + (int64_t(first_s + s) * N + first_n) * kRowWords + piece * 4;
-    tile += s * (kResidues * kRowWords + 4) + piece * 4;
+    constexpr int kPitch = kResidues * kRowWords + 4;
+    stage += threadIdx.x / kPieces * kPitch + threadIdx.x % kPieces * 4;
 #pragma unroll
-    for (int turn = 0; turn < kDepth / kTogether; ++turn) {
-        const bool valid = inside && first_s + s + turn * kTogether < S;
-        copy_async_16(tile + turn * kTogether * (kResidues * kRowWords + 4), source, valid);
-        source += int64_t(kTogether) * N * kRowWords;
+    for (int s = 0; s < kDepth; s += kTogether) {
+        const bool valid = inside && first_s + int(threadIdx.x) / kPieces + s < S;
+        copy_async_16(stage + s * kPitch, from, valid);
+        from += int64_t(kTogether) * N * kRowWords;
     }
 }
 
@@ -265,32 +146,32 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int height = min(kGroup, i_tiles - group * kGroup), at = tile % (kGroup * j_tiles);
     const int first_i = (group * kGroup + at % height) * kResiduesI;
     const int first_j = at / height * kResiduesJ;
-    a += int64_t(batch) * S * N * kRowWords;
-    b += int64_t(batch) * S * N * kRowWords;
+    const int piece_i = threadIdx.x % (kResiduesI * 8), piece_j = threadIdx.x % (kResiduesJ * 8);
+    const int s_i = threadIdx.x / (kResiduesI * 8), s_j = threadIdx.x / (kResiduesJ * 8);
+    a += ((int64_t(batch) * S + s_i) * N + first_i) * kRowWords + piece_i * 4;
+    b += ((int64_t(batch) * S + s_j) * N + first_j) * kRowWords + piece_j * 4;
+    const bool inside_i = first_i + piece_i / 8 < N, inside_j = first_j + piece_j / 8 < N;
 
     const auto copy = [&](int stage) {  // one group each, empty past the end
         if (stage * kDepth < S) {
             uint32_t* to = shared + stage % kStages * kStageWords;
-            copy_rows<kResiduesI>(to, a, stage * kDepth, first_i, S, N);
-            copy_rows<kResiduesJ>(to + kDepth * kPitchI, b, stage * kDepth, first_j, S, N);
+            copy_rows<kResiduesI>(to, a, stage * kDepth, inside_i, S, N);
+            copy_rows<kResiduesJ>(to + kDepth * kPitchI, b, stage * kDepth, inside_j, S, N);
         }
         copy_async_commit();
     };
     {
         float sums[4][8][4] = {};
-        copy(0);
-        copy(1);
+        for (int stage = 0; stage < kStages - 1; ++stage) copy(stage);
         for (int stage = 0; stage * kDepth < S; ++stage) {
-            copy_async_wait<1>();
+            copy_async_wait<kStages - 2>();
             __syncthreads();  // this stage is there, and the one before is done with
-            copy(stage + 2);
+            copy(stage + kStages - 1);
             const uint32_t* a_rows =
                 shared + stage % kStages * kStageWords + warp / 2 * 2 * kRowWords;
             const uint32_t* b_rows = shared + stage % kStages * kStageWords + kDepth * kPitchI +
                                      warp % 2 * 2 * kRowWords;
-            for (int s = 0; s < kDepth && stage * kDepth + s < S; s += 16) {
-                multiply(a_rows + s * kPitchI, b_rows + s * kPitchJ, sums);
-            }
+            multiply(a_rows, b_rows, sums);
         }
         __syncthreads();
         store_outer(shared, sums, reciprocal + int64_t(batch) * N, first_i, N);
@@ -320,7 +201,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int w = 0; w < kWarps; ++w) {
             sum += partial[(w * kPairs + pair) * kPartialPitch + p - first_p];
         }
-        out[((batch * N + i) * N + j) * P + p] = ldexpf(sum, -shift) + out_bias[p];
+        out[((batch * N + i) * N + j) * P + p] = scale_by(sum, -shift) + out_bias[p];
     }
 }
 

@@ -24,8 +24,10 @@ constexpr int kWeightBytes = kOutputs * kWeightDepth * 2;
 constexpr int kPairBytes = kProduct * kTileJ * 2;       // the outer products of one i and 8 j
 constexpr int kConsumers = 8;                           // warps that multiply; one more loads
 constexpr int kThreads = (kConsumers + 4) * kWarpSize;  // roles go by warpgroups
+static_assert(registers_suffice(4, 40, kConsumers, 232), "they would wait for ever");
 constexpr int kSharedBytes =
     kStages * kStageBytes + kTileI * kPairBytes + kConsumers * kOutElements * 2;
+
 // The ring's stage that a warp is at; `parity` flips each time around.
 struct Place {
     int stage = 0, parity = 0;

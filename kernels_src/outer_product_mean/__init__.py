@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +21,36 @@ from kernels_src.outer_product_mean.reference import (
     shape_of,
 )
 
-__all__ = ["OUTER_PRODUCT_MEAN", "OuterProductMean", "Shape"]
+__all__ = ["OUTER_PRODUCT_MEAN", "OuterProductMean", "Parameters", "Shape"]
 
 HERE = Path(__file__).parent
-
 SHARED_BYTES = 227 * 1024  # the most that a block can have on compute capability 9.0
 BLOCK_THREADS = 1024
+OUTPUTS = 128  # pair channels of one pass over out_proj's weights, which are padded to whole passes
+
+Run = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
 
-def _stage(file: str, run: Callable[[Any, Any, Tensor, Tensor], Tensor], **fields: Any) -> Stage:
-    return Stage(HERE / file, run, shape_of, **fields)
+class Parameters(NamedTuple):
+    """What stages from 07 on need of a module, for a caller that has only tensors; the module's order."""
+
+    layer_norm_weight: Tensor
+    layer_norm_bias: Tensor
+    proj_a_weight: Tensor
+    proj_a_bias: Tensor
+    proj_b_weight: Tensor
+    proj_b_bias: Tensor
+    out_weight: Tensor
+    out_bias: Tensor
+
+
+def _parameters(module: OuterProductMean | Parameters) -> Parameters:
+    """Every parameter, in the order of the exports' arguments."""
+    if isinstance(module, Parameters):
+        return module
+    layers = module._modules  # a dict, several times quicker than nn.Module's attribute lookup
+    names = ("layer_norm", "proj_a", "proj_b", "out_proj")
+    return Parameters(*(layers[name]._parameters[kind] for name in names for kind in ("weight", "bias")))
 
 
 def _row_mask(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -38,7 +58,11 @@ def _row_mask(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return mask.to(dtype).contiguous()
 
 
-def _outer_product(export: str) -> Callable[[Any, OuterProductMean, Tensor, Tensor], Tensor]:
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _outer_product(export: str) -> Run:
     """`run` of a stage that computes the divided outer product; PyTorch does the rest."""
 
     def run(kernels: Any, module: OuterProductMean, msa: Tensor, mask: Tensor) -> Tensor:
@@ -53,51 +77,67 @@ def _outer_product(export: str) -> Callable[[Any, OuterProductMean, Tensor, Tens
     return run
 
 
-def _input_parameters(module: OuterProductMean) -> tuple[Tensor, ...]:
-    """The parameters of LayerNorm and both projections, in the order of the exports' arguments."""
-    norm, proj_a, proj_b = module.layer_norm, module.proj_a, module.proj_b
-    return (norm.weight, norm.bias, proj_a.weight, proj_a.bias, proj_b.weight, proj_b.bias)
-
-
-def _outer_product_with_inputs(export: str) -> Callable[[Any, OuterProductMean, Tensor, Tensor], Tensor]:
+def _outer_product_with_inputs(export: str) -> Run:
     """`run` of a stage that computes everything up to the divided outer product; PyTorch does out_proj."""
 
     def run(kernels: Any, module: OuterProductMean, msa: Tensor, mask: Tensor) -> Tensor:
-        C = module.proj_a.out_features
         B, S, N, D = msa.shape
+        C = module.proj_a.out_features
         a, b = msa.new_empty(B, S, N, C), msa.new_empty(B, S, N, C)
         reciprocal, outer = msa.new_empty(B, N), msa.new_empty(B, N, N, C * C)
-        arguments = (msa, _row_mask(mask), *_input_parameters(module), a, b, reciprocal, outer)
+        arguments = (msa, _row_mask(mask), *_parameters(module)[:-2], a, b, reciprocal, outer)
         getattr(kernels, export)(*arguments, B, S, N, D)
         return module.out_proj(outer)
 
     return run
 
 
-def _fused_projection(kernels: Any, module: OuterProductMean, msa: Tensor, mask: Tensor) -> Tensor:
+def _fused_projection(kernels: Any, module: Any, msa: Tensor, mask: Tensor) -> Tensor:
     B, S, N, D = msa.shape
-    P, C = module.out_proj.out_features, module.proj_a.out_features
-    padded_p = -(-P // 128) * 128
+    parameters = _parameters(module)
+    C, P = len(parameters.proj_a_bias), len(parameters.out_bias)
+    padded_p = _padded(P, OUTPUTS)
     a, b = msa.new_empty(B, S, N, C), msa.new_empty(B, S, N, C)
     reciprocal, weight = msa.new_empty(B, N), msa.new_empty(C * C, padded_p)
     out = msa.new_empty(B, N, N, P)
-    inputs = (msa, _row_mask(mask), *_input_parameters(module), module.out_proj.weight, module.out_proj.bias)
-    kernels.fused_projection(*inputs, a, b, reciprocal, weight, out, B, S, N, D, P, padded_p)
+    arguments = (msa, _row_mask(mask), *parameters, a, b, reciprocal, weight, out)
+    kernels.fused_projection(*arguments, B, S, N, D, P, padded_p)
     return out
 
 
-def _bf16_tiles(export: str) -> Callable[[Any, OuterProductMean, Tensor, Tensor], Tensor]:
+def _whole_operator(kernels: Any, module: Any, msa: Tensor, mask: Tensor) -> Tensor:
+    B, _, N, _ = msa.shape
+    parameters = _parameters(module)
+    out = msa.new_empty(B, N, N, len(parameters.out_bias))
+    kernels.whole_operator(msa, _row_mask(mask), *parameters, out, B, N)
+    return out
+
+
+def _split_tensor_cores(kernels: Any, module: Any, msa: Tensor, mask: Tensor) -> Tensor:
+    B, S, N, _ = msa.shape
+    parameters = _parameters(module)
+    P = len(parameters.out_bias)
+    padded_p = _padded(P, OUTPUTS)
+    a, b = msa.new_empty(B, S, N, 32), msa.new_empty(B, S, N, 32)  # words of two fp16
+    reciprocal, weight = msa.new_empty(B, N), msa.new_empty(padded_p, 32 * 32)
+    shifts, out = msa.new_empty(2 + padded_p), msa.new_empty(B, N, N, P)
+    arguments = (msa, _row_mask(mask), *parameters, a, b, reciprocal, weight, shifts, out)
+    kernels.split_tensor_cores(*arguments, B, S, N, P)
+    return out
+
+
+def _bf16_tiles(export: str) -> Run:
     """`run` of a stage on bf16_tiles.cuh, whose a, b and weights are padded to whole tiles."""
 
-    def run(kernels: Any, module: OuterProductMean, msa: Tensor, mask: Tensor) -> Tensor:
+    def run(kernels: Any, module: Any, msa: Tensor, mask: Tensor) -> Tensor:
         B, S, N, _ = msa.shape
-        P, C = module.out_proj.out_features, module.proj_a.out_features
-        padded_s, padded_n, padded_p = -(-S // 64) * 64, -(-N // 8) * 8, -(-P // 128) * 128
+        parameters = _parameters(module)
+        C, P = len(parameters.proj_a_bias), len(parameters.out_bias)
+        padded_s, padded_n = _padded(S, 64), _padded(N, 8)
         a, b = msa.new_empty(2, B, padded_n, 32, padded_s)
-        weight = msa.new_empty(padded_p, 32 * 32)
+        weight = msa.new_empty(_padded(P, OUTPUTS), 32 * 32)
         reciprocal = msa.new_empty(B, padded_n, dtype=torch.float32)
         out = msa.new_empty(B, N, N, P)
-        parameters = (*_input_parameters(module), module.out_proj.weight, module.out_proj.bias)
         arguments = (msa, _row_mask(mask, msa.dtype), *parameters, a, b, weight, reciprocal, out)
         getattr(kernels, export)(*arguments, B, S, N, C, P)
         return out
@@ -105,74 +145,22 @@ def _bf16_tiles(export: str) -> Callable[[Any, OuterProductMean, Tensor, Tensor]
     return run
 
 
-def _whole_operator(kernels: Any, module: OuterProductMean, msa: Tensor, mask: Tensor) -> Tensor:
-    B, _, N, _ = msa.shape
-    out_proj = module.out_proj
-    out = msa.new_empty(B, N, N, out_proj.out_features)
-    parameters = (*_input_parameters(module), out_proj.weight, out_proj.bias)
-    kernels.whole_operator(msa, _row_mask(mask), *parameters, out, B, N)
-    return out
+def _sizes(*names: str) -> Callable[[Shape], dict[str, int]]:
+    """`constants` of a stage that has these sizes at compile time."""
+    return lambda shape: {name: getattr(shape, name) for name in names}
 
 
-def _split_tensor_cores(kernels: Any, module: OuterProductMean, msa: Tensor, mask: Tensor) -> Tensor:
-    B, S, N, _ = msa.shape
-    out_proj = module.out_proj
-    P = out_proj.out_features
-    padded_p = -(-P // 128) * 128
-    a, b = msa.new_empty(B, S, N, 32), msa.new_empty(B, S, N, 32)
-    reciprocal, weight, shifts = (
-        msa.new_empty(B, N),
-        msa.new_empty(padded_p, 1024),
-        msa.new_empty(2 + padded_p),
-    )
-    out = msa.new_empty(B, N, N, P)
-    inputs = (msa, _row_mask(mask), *_input_parameters(module), out_proj.weight, out_proj.bias)
-    kernels.split_tensor_cores(*inputs, a, b, reciprocal, weight, shifts, out, B, S, N, P)
-    return out
+def _at_most(**limits: int) -> Callable[[Shape], str | None]:
+    """`unsupported` of a stage whose tiles or registers hold so much and no more."""
 
+    def unsupported(shape: Shape) -> str | None:
+        for name, limit in limits.items():
+            size = getattr(shape, name)
+            if size > limit:
+                return f"{name} of {size} is more than {limit}"
+        return None
 
-def _hidden(shape: Shape) -> dict[str, int]:
-    """C as the only compile-time constant."""
-    return {"C": shape.C}
-
-
-def _msa_channels(shape: Shape) -> dict[str, int]:
-    """D as the only compile-time constant."""
-    return {"D": shape.D}
-
-
-def _bf16_channels(shape: Shape) -> str | None:
-    """Why a tile of 32 channels a residue or a lane's share of a row of msa is too small, or None."""
-    if shape.D > 512:
-        return f"D of {shape.D} is more than the 512 that the registers of four lanes hold"
-    return _up_to_32_channels(shape)
-
-
-def _all_but_residues(shape: Shape) -> dict[str, int]:
-    """Every size but B and N as a compile-time constant."""
-    return {"S": shape.S, "D": shape.D, "C": shape.C, "P": shape.P}
-
-
-def _msa_and_hidden(shape: Shape) -> dict[str, int]:
-    """D and C as compile-time constants."""
-    return {"D": shape.D, "C": shape.C}
-
-
-def _up_to_32_channels(shape: Shape) -> str | None:
-    """Why a tile of 32 channels h and k a residue does not hold a pair, or None."""
-    return f"C of {shape.C} is more than the tile's 32" if shape.C > 32 else None
-
-
-def _up_to_256_and_32_channels(shape: Shape) -> str | None:
-    """Why a lane's registers do not hold its part of a row of msa, or None."""
-    return f"D of {shape.D} is more than 256" if shape.D > 256 else _up_to_32_channels(shape)
-
-
-def _few_rows_and_channels(shape: Shape) -> str | None:
-    """Why one block can't project the rows that it needs, or None."""
-    if shape.S > 8:
-        return f"S of {shape.S} is more than 8"
-    return f"D of {shape.D} is more than 64" if shape.D > 64 else _up_to_32_channels(shape)
+    return unsupported
 
 
 def _pair_rows(shape: Shape) -> str | None:
@@ -188,6 +176,10 @@ def _thread_per_channel_pair(shape: Shape) -> str | None:
     if shape.C**2 > BLOCK_THREADS:
         return f"C of {shape.C} needs {shape.C**2} threads a block, the most is {BLOCK_THREADS}"
     return _pair_rows(shape)
+
+
+def _stage(file: str, run: Run, **fields: Any) -> Stage:
+    return Stage(HERE / file, run, shape_of, **fields)
 
 
 STAGES: tuple[Stage, ...] = (
@@ -206,41 +198,41 @@ STAGES: tuple[Stage, ...] = (
     _stage(
         "05_fused_inputs.cu",
         _outer_product_with_inputs("fused_inputs"),
-        constants=_hidden,
+        constants=_sizes("C"),
         unsupported=_pair_rows,
     ),
-    _stage("06_tiled_gemm.cu", _outer_product_with_inputs("tiled_gemm"), constants=_hidden),
+    _stage("06_tiled_gemm.cu", _outer_product_with_inputs("tiled_gemm"), constants=_sizes("C")),
     _stage(
         "07_fused_projection.cu",
         _fused_projection,
-        constants=_hidden,
-        unsupported=_up_to_32_channels,
+        constants=_sizes("C"),
+        unsupported=_at_most(C=32),
     ),
     _stage(
         "08_whole_operator.cu",
         _whole_operator,
-        constants=_all_but_residues,
-        unsupported=_few_rows_and_channels,
+        constants=_sizes("S", "D", "C", "P"),
+        unsupported=_at_most(S=8, D=64, C=32),
     ),
     _stage(
         "09_split_tensor_cores.cu",
         _split_tensor_cores,
-        constants=_msa_and_hidden,
-        unsupported=_up_to_256_and_32_channels,
+        constants=_sizes("D", "C"),
+        unsupported=_at_most(D=256, C=32),
     ),
     _stage(
         "10_bf16.cu",
         _bf16_tiles("bf16"),
         precision="bf16",
-        constants=_msa_channels,
-        unsupported=_bf16_channels,
+        constants=_sizes("D"),
+        unsupported=_at_most(D=512, C=32),
     ),
     _stage(
         "11_hopper.cu",
         _bf16_tiles("hopper"),
         precision="bf16",
-        constants=_msa_channels,
-        unsupported=_bf16_channels,
+        constants=_sizes("D"),
+        unsupported=_at_most(D=512, C=32),
     ),
 )
 

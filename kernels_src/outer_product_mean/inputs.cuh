@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cuda.cuh"
+#include "outer_product_mean/row_counts.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
@@ -95,21 +96,6 @@ __device__ void project(const float* msa, const float* mask, const float* layer_
     }
 }
 
-// reciprocal[b][n] = 1 / max(1, Σ_s mask[b][s][n]) for 32 residues n, one a lane
-__device__ void count_rows(const float* mask, float* reciprocal, int64_t batch, int first_n, int S,
-                           int N) {
-    SHARED(float, partial, [kWarps][kWarpSize]);
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, n = first_n + lane;
-    float count = 0;
-    for (int s = warp; s < S && n < N; s += kWarps) count += mask[(batch * S + s) * N + n];
-    partial[warp][lane] = count;
-    __syncthreads();
-    if (warp == 0 && n < N) {
-        for (int w = 1; w < kWarps; ++w) count += partial[w][lane];
-        reciprocal[batch * N + n] = 1.0f / fmaxf(count, 1.0f);
-    }
-}
-
 __global__ void __launch_bounds__(kThreads)
     inputs_kernel(const float* msa, const float* mask, const float* layer_norm_weight,
                   const float* layer_norm_bias, const float* proj_a_weight,
@@ -123,7 +109,8 @@ __global__ void __launch_bounds__(kThreads)
                 proj_b_weight, proj_b_bias, a, b, blockIdx.x / column_tiles * int64_t(kRows),
                 blockIdx.x % column_tiles * kColumns, rows, D);
     } else {
-        count_rows(mask, reciprocal, tile / residue_tiles, tile % residue_tiles * kWarpSize, S, N);
+        count_rows<kWarps>(mask, reciprocal, tile / residue_tiles, tile % residue_tiles * kWarpSize,
+                           S, N);
     }
 }
 

@@ -1,4 +1,4 @@
-// For stages 08 and 09: fp32 operands in two parts, and LayerNorm with both projections on them.
+// For stages 08 and 09: fp32 operands in two parts, and msa and the projections as such operands.
 //
 // An operand is big + small, two fp16 that hold 22 bits; of the four products of two operands three
 // are made, small · small is below fp32's own rounding. So that values neither overflow fp16 nor
@@ -18,12 +18,6 @@ constexpr int kSteps = ceil_div(D, 16);                         // of 16 d
 constexpr int kInputShift = D <= 64 ? 12 : D <= 256 ? 11 : 10;  // √D · 2^kInputShift ≤ 2^15
 static_assert(D <= 1024 && C <= kHidden);
 
-struct Projections {
-    uint4 weight[2][kColumnTiles][kSteps][kWarpSize];  // of proj_a and proj_b: mma's b, in order
-    float2 channel[2][kHidden];                        // a sum's factor, and what is added then
-    float bound[2][kColumnTiles];                      // of |a| and |b|
-};
-
 // x and y as big + small, to 22 bits
 __device__ void split(float x, float y, uint32_t& big, uint32_t& small) {
     const __half2 high = __floats2half2_rn(x, y);
@@ -36,14 +30,23 @@ __device__ void split(float x, float y, uint32_t& big, uint32_t& small) {
 // The power of two that takes values up to bound below 2^15; fp16 ends at 65,504.
 __device__ int shift_of(float bound) {
     const int exponent = int(__float_as_uint(bound) >> 23) - 127;
-    return min(max(14 - exponent, -100), 100);
+    return min(max(14 - exponent, -80), 80);
 }
 __device__ float power_of_two(int n) { return __uint_as_float(uint32_t(n + 127) << 23); }
 
-// The sum over the four lanes that share the rows of mma's operands and results.
+// value · 2^n for n from -252 on to 254, as the sum of three shifts may be
+__device__ float scale_by(float value, int n) {
+    return value * power_of_two(n / 2) * power_of_two(n - n / 2);
+}
+
+// The sum, or the largest, over the four lanes that share the rows of mma's operands and results.
 __device__ float quad_sum(float value) {
     value += __shfl_xor_sync(kFullMask, value, 1);
     return value + __shfl_xor_sync(kFullMask, value, 2);
+}
+__device__ float quad_max(float value) {
+    value = fmaxf(value, __shfl_xor_sync(kFullMask, value, 1));
+    return fmaxf(value, __shfl_xor_sync(kFullMask, value, 2));
 }
 
 // row[d], row[d + 1]; zeros from D on
@@ -70,50 +73,43 @@ __device__ void load_affine(Affine& affine, const float* layer_norm_weight,
     }
 }
 
-// One tile of proj_a's or proj_b's weights, times LayerNorm's scale, as operands; one warp.
-// |a_h| ≤ √D ‖scale · weight_h‖ + |bias_h + Σ_d shift_d weight_hd| by Cauchy and Schwarz.
-__device__ void prepare_projection(Projections& projections, int matrix, int tile,
-                                   const float* weight, const float* bias, const Affine& affine) {
+// One tile of proj_a's or proj_b's weights, times LayerNorm's scale, as operands: mma's b.
+struct Projection {
+    uint32_t big[kSteps][2], small[kSteps][2];
+    float factor, constant;  // a sum · factor + constant is channel_of(tile, lane / 4)'s value
+    float bound;             // of the tile's values
+};
+
+// By one warp. |a_h| ≤ √D ‖scale · weight_h‖ + |bias_h + Σ_d shift_d weight_hd|, by Cauchy and
+// Schwarz, and b_k likewise.
+__device__ void scale_projection(Projection& projection, int tile, const float* weight,
+                                 const float* bias, const Affine& affine) {
     const int lane = threadIdx.x % kWarpSize, h = channel_of(tile, lane / 4);
     float2 scaled[kSteps][2];
-    float squares = 0, constant = 0;
+    float largest = 0, squares = 0, constant = 0;
 #pragma unroll
     for (int at = 0; at < 2 * kSteps; ++at) {
-        const int step = at / 2, half = at % 2;
         const float2 w =
             h < C ? load_pair(weight + h * D, at * 8 + lane % 4 * 2) : make_float2(0, 0);
-        const float2 scale = affine.scale[step][half], shift = affine.shift[step][half];
-        scaled[step][half] = make_float2(w.x * scale.x, w.y * scale.y);
-        squares += scaled[step][half].x * scaled[step][half].x;
-        squares += scaled[step][half].y * scaled[step][half].y;
+        const float2 scale = affine.scale[at / 2][at % 2], shift = affine.shift[at / 2][at % 2];
+        scaled[at / 2][at % 2] = make_float2(w.x * scale.x, w.y * scale.y);
+        largest = fmaxf(largest, fmaxf(fabsf(w.x * scale.x), fabsf(w.y * scale.y)));
         constant += w.x * shift.x + w.y * shift.y;
     }
-    const float norm = sqrtf(quad_sum(squares));
-    constant = quad_sum(constant) + (h < C ? bias[h] : 0);
-    const float factor = power_of_two(shift_of(norm));
+    const int shift = shift_of(quad_max(largest));
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        uint32_t big[2], small[2];
         for (int half = 0; half < 2; ++half) {
-            const float2 w = scaled[step][half];
-            split(w.x * factor, w.y * factor, big[half], small[half]);
+            const float x = scaled[step][half].x * power_of_two(shift);
+            const float y = scaled[step][half].y * power_of_two(shift);
+            squares += x * x + y * y;
+            split(x, y, projection.big[step][half], projection.small[step][half]);
         }
-        projections.weight[matrix][tile][step][lane] =
-            make_uint4(big[0], big[1], small[0], small[1]);
     }
-    const float bound = warp_max(norm * sqrtf(float(D)) + fabsf(constant));
-    if (lane % 4 == 0) {
-        const float back = power_of_two(-kInputShift - shift_of(norm));
-        projections.channel[matrix][h] = make_float2(back, constant);
-    }
-    if (lane == 0) projections.bound[matrix][tile] = bound;
-}
-
-__device__ int shift_of(const Projections& projections, int matrix) {
-    float bound = 0;
-    for (int tile = 0; tile < kColumnTiles; ++tile)
-        bound = fmaxf(bound, projections.bound[matrix][tile]);
-    return shift_of(bound);
+    const float norm = sqrtf(quad_sum(squares)) * power_of_two(-shift);
+    projection.constant = quad_sum(constant) + (h < C ? bias[h] : 0);
+    projection.factor = power_of_two(-kInputShift - shift);
+    projection.bound = warp_max(norm * sqrtf(float(D)) + fabsf(projection.constant));
 }
 
 // The part of a tile of 16 rows that the lane holds: row_of(half) of the batch, or -1
@@ -161,48 +157,11 @@ __device__ void normalize(float (&x)[2][kSteps][4]) {
     }
 }
 
-// sums[matrix][tile] += x[tile] · projection for tiles of 16 rows, kMatrices of proj_a and proj_b;
-// the result's columns are those of channel_of.
-template <int kTiles, int kMatrices>
-__device__ void project(const Projections& projections, int first_matrix,
-                        const float (*x)[2][kSteps][4],
-                        float (&sums)[kMatrices][kTiles][kColumnTiles][4]) {
-    const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        uint32_t big[kTiles][4], small[kTiles][4];
-        for (int tile = 0; tile < kTiles; ++tile) {
-            for (int e = 0; e < 4; ++e) {  // rows g, g+8, g, g+8; columns 2t, 2t+1 and 8 further on
-                const float* pair = &x[tile][e % 2][step][e / 2 * 2];
-                split(pair[0], pair[1], big[tile][e], small[tile][e]);
-            }
-        }
-#pragma unroll
-        for (int column = 0; column < kMatrices * kColumnTiles; ++column) {
-            const int matrix = column / kColumnTiles, at = column % kColumnTiles;
-            const uint4 w = projections.weight[first_matrix + matrix][at][step][lane];
-            const uint32_t weight_big[2] = {w.x, w.y}, weight_small[2] = {w.z, w.w};
-            for (int tile = 0; tile < kTiles; ++tile) {
-                mma_m16n8k16_fp16(sums[matrix][tile][at], big[tile], weight_small);
-                mma_m16n8k16_fp16(sums[matrix][tile][at], small[tile], weight_big);
-                mma_m16n8k16_fp16(sums[matrix][tile][at], big[tile], weight_big);
-            }
-        }
+// Step `step` of the tile as mma's a: rows g, g + 8, g, g + 8, columns 2t, 2t + 1 and 8 further on
+__device__ void split_tile(const float (&x)[2][kSteps][4], int step, uint32_t (&big)[4],
+                           uint32_t (&small)[4]) {
+    for (int e = 0; e < 4; ++e) {
+        const float* pair = &x[e % 2][step][e / 2 * 2];
+        split(pair[0], pair[1], big[e], small[e]);
     }
-}
-
-// The lane's 8 channels, from 8t on, of row g (half 0) or g + 8 of a tile, times mask and scale.
-__device__ void finish(const Projections& projections, int matrix,
-                       const float (&sums)[kColumnTiles][4], int half, float factor, uint32_t* big,
-                       uint32_t* small) {
-    const float2* channel = &projections.channel[matrix][threadIdx.x % 4 * 8];
-    uint32_t words[2][kColumnTiles];
-    for (int c = 0; c < kColumnTiles; ++c) {
-        const float2 first = channel[2 * c], second = channel[2 * c + 1];
-        split((sums[c][2 * half] * first.x + first.y) * factor,
-              (sums[c][2 * half + 1] * second.x + second.y) * factor, words[0][c], words[1][c]);
-    }
-    *reinterpret_cast<uint4*>(big) = make_uint4(words[0][0], words[0][1], words[0][2], words[0][3]);
-    *reinterpret_cast<uint4*>(small) =
-        make_uint4(words[1][0], words[1][1], words[1][2], words[1][3]);
 }

@@ -1,0 +1,185 @@
+"""The command line, as a user's shell and other people's scripts meet it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels_src import OPERATORS
+from workbench import __main__ as command_line
+from workbench import report as reports
+from workbench import selection
+from workbench.results import ROOT
+
+OUTER = OPERATORS["outer_product_mean"]
+NO_GPU = not torch.cuda.is_available()
+
+
+def run(*arguments, **environment):
+    """`python -m workbench …` in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "workbench", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def last_line(done):
+    return done.stdout.splitlines()[-1]
+
+
+def test_list_names_every_operator_and_stage():
+    done = run("list")
+    assert done.returncode == 0
+    for operator in OPERATORS.values():
+        assert f"{operator.name}: {operator.title}" in done.stdout
+        for stage in operator.stages:
+            assert f"  {stage.name} " in done.stdout and stage.title in done.stdout
+
+
+def test_check_counts_what_passed_and_failed_in_its_last_line():
+    done = run("check", "outer_product_mean/01", "--shape", "seed", "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert last_line(done) == "4 passed, 0 failed"
+    assert done.stdout.startswith(
+        "outer_product_mean/01_thread_per_output seed: 4 cases passed; largest error "
+    )
+    assert "stage" in done.stderr  # progress
+
+
+def broken(monkeypatch, text):
+    """Put a stage with another source in place of the first."""
+    stage = OUTER.stages[0].variant(text, "01_broken")
+    operator = replace(OUTER, stages=(stage,))
+    monkeypatch.setitem(selection.OPERATORS, OUTER.name, operator)
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("a[", "b[", "exceeds"),
+        ("EXPORT", "nonsense EXPORT", "KernelCompileError: "),
+    ],
+    ids=["wrong results", "does not compile"],
+)
+def test_check_fails_a_wrong_stage_and_says_how(old, new, message, monkeypatch, capsys):
+    code = OUTER.stages[0].code
+    assert old in code
+    broken(monkeypatch, code.replace(old, new))
+    status = command_line.main(["check", "outer_product_mean/01", "--shape", "seed", "--device", "cpu"])
+    shown = capsys.readouterr().out
+    assert status == 1
+    assert shown.splitlines()[-1] == "0 passed, 4 failed"
+    assert message in shown
+
+
+def test_check_names_what_it_skips_and_fails_where_nothing_is_left(monkeypatch, capsys):
+    stage = replace(OUTER.stages[0], on_cpu=False)
+    monkeypatch.setitem(selection.OPERATORS, OUTER.name, replace(OUTER, stages=(stage,)))
+    assert command_line.main(["check", "outer_product_mean", "--shape", "seed", "--device", "cpu"]) == 1
+    shown = capsys.readouterr().out
+    assert "01_thread_per_output seed: skipped, it uses instructions that have no CPU model" in shown
+    assert shown.splitlines()[-1] == "0 passed, 0 failed"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["check", "outer_product"], "no operator 'outer_product'; there are msa_column_attention, outer"),
+        (["check", "outer_product_mean/77"], "outer_product_mean has no stage '77'; it has 01_thread"),
+        (["check", "--shape", "huge"], "has no shape 'huge'; it has seed, af2"),
+        (["export", "outer_product_mean", "out.py"], "outer_product_mean: expected OP/NN"),
+        (["export", "outer_product_mean/01", "/no/such/folder/out.py"], "No such file or directory"),
+        (["export", "outer_product_mean/03", "out.py", "--shape", "extra"], "does not support"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_status_2(arguments, message, capsys):
+    assert command_line.main(arguments) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message in error and error.startswith(f"workbench {arguments[0]}: ")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["measure"], "invalid choice: 'measure'"),
+        (["build", "--arch", "hopper"], "expected a compute capability such as 9.0a, got 'hopper'"),
+        (["check", "--device", "tpu"], "invalid choice: 'tpu'"),
+    ],
+)
+def test_what_the_command_does_not_know_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command_line.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
+@pytest.mark.parametrize("arguments", [["bench"], ["verify"], ["check", "--device", "cuda"]])
+def test_what_needs_a_gpu_says_so(arguments, capsys):
+    assert command_line.main(arguments) == 2
+    assert "needs an NVIDIA GPU, and none was found" in capsys.readouterr().err
+
+
+def test_build_prints_the_resources_of_every_kernel_without_a_gpu():
+    done = run("build", "outer_product_mean/04", "--arch", "9.0a")
+    assert done.returncode == 0, done.stdout + done.stderr
+    header, *rows, total = done.stdout.splitlines()
+    assert {"kernel", "registers", "shared_bytes", "spill_stores", "stack_bytes"} <= set(header.split())
+    assert rows and all("outer_product_mean" in row for row in rows)
+    assert total == f"{len(rows)} kernels, 0 of them spill or use local memory; 0 errors"
+
+
+def test_build_fails_where_registers_spill(monkeypatch, capsys):
+    code = """
+#include "cuda.cuh"
+__global__ void spill_kernel(float* x, int n) {
+    float kept[64];
+    for (int i = 0; i < 64; ++i) kept[i] = x[i * n];
+    for (int i = 0; i < n; ++i) x[i] = kept[i % 64];
+}
+EXPORT cudaError_t spill(float* x, int n, cudaStream_t stream) {
+    return LAUNCH(spill_kernel, dim3(1), dim3(32), 0, stream)(x, n);
+}
+"""
+    broken(monkeypatch, code)
+    assert command_line.main(["build", "outer_product_mean/01", "--arch", "9.0a"]) == 1
+    assert (
+        capsys.readouterr().out.splitlines()[-1] == "1 kernels, 1 of them spill or use local memory; 0 errors"
+    )
+
+
+def test_build_reports_a_source_that_does_not_compile(monkeypatch, capsys):
+    broken(monkeypatch, OUTER.stages[0].code.replace("EXPORT", "nonsense EXPORT"))
+    assert command_line.main(["build", "outer_product_mean/01"]) == 1
+    shown = capsys.readouterr().out
+    assert "outer_product_mean/01_broken seed: " in shown and "nonsense" in shown
+    assert shown.splitlines()[-1] == "0 kernels, 0 of them spill or use local memory; 1 errors"
+
+
+def test_doctor_says_what_runs_where():
+    done = run("doctor")
+    assert done.returncode == 0
+    assert "CPU tensors: stages run on the CPU" in done.stdout
+    assert "nvcc" in done.stdout and torch.__version__ in done.stdout
+
+
+def test_doctor_says_what_to_install_where_nothing_runs(tmp_path):
+    done = run("doctor", CXX=str(tmp_path / "no-such-compiler"))
+    assert done.returncode == 1
+    assert "CPU tensors: no stage can run" in done.stdout
+    assert "to do: C++ compiler: " in done.stdout and "Traceback" not in done.stderr
+
+
+def test_report_writes_what_the_results_say(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(reports, "write", lambda: asked.append(1) or ["a", "b"])
+    assert command_line.main(["report"]) == 0
+    assert capsys.readouterr().out == "2 files written\n" and asked

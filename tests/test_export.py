@@ -1,0 +1,136 @@
+"""Exported files: they stand alone, hold the same model and the same kernels."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import jit_loader
+from kernels_src import OPERATORS
+from workbench.export import export, inline_headers, self_contained
+
+STAGES = [(operator, stage) for operator in OPERATORS.values() for stage in operator.stages]
+FORBIDDEN = ("jit_loader", "kernels_src", "workbench")
+
+ALONE = f"""
+import importlib.abc, sys
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] in {FORBIDDEN}:
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+sys.path[:] = [place for place in sys.path if place]
+import runpy
+import torch
+names = runpy.run_path(sys.argv[1])
+"""
+
+
+def run_alone(path, code):
+    """Run code after an exported file, in a process that can't import the project."""
+    return subprocess.run(
+        [sys.executable, "-c", ALONE + code, path],
+        cwd=path.parent,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def supported(operator, stage):
+    return next(name for name, shape in operator.shapes.items() if not stage.unsupported(shape))
+
+
+@pytest.mark.parametrize("operator, stage", STAGES, ids=[stage.name for _, stage in STAGES])
+def test_every_stage_exports_to_valid_python_without_the_project(operator, stage):
+    text = self_contained(operator, stage, operator.shapes[supported(operator, stage)])
+    compile(text, stage.name, "exec")
+    lines = [line for line in text.splitlines() if "import " in line and not line.lstrip().startswith("//")]
+    assert not [line for line in lines if any(f" {name}" in line for name in FORBIDDEN)]
+    assert '#include "' not in text
+
+
+@pytest.mark.parametrize("name, number", [("msa_column_attention", "03"), ("outer_product_mean", "10")])
+def test_a_file_stands_alone_with_the_same_model(name, number, tmp_path, seed):
+    operator = OPERATORS[name]
+    stage = operator.stage(number)
+    export(operator, stage, tmp_path / "alone.py", "seed")
+    code = f"""
+torch.manual_seed({seed})
+one = names["Model"](*names["get_init_inputs"]())
+torch.manual_seed({seed})
+two = names["ModelNew"](*names["get_init_inputs"]())
+inputs = names["get_inputs"]()
+torch.save([one.state_dict(), two.state_dict(), inputs, one(*inputs)], "saved.pt")
+"""
+    done = run_alone(tmp_path / "alone.py", code)
+    assert done.returncode == 0, done.stderr
+    one, two, inputs, output = torch.load(tmp_path / "saved.pt")
+    torch.manual_seed(seed)
+    module = operator.build(operator.shapes["seed"]).to(stage.dtype)
+    assert list(one) == list(two) == list(module.state_dict())
+    for key, value in module.state_dict().items():
+        assert torch.equal(one[key], value) and torch.equal(two[key], value)
+    assert inputs[0].shape == operator.shapes["seed"][:4] and inputs[0].dtype == stage.dtype
+    assert set(inputs[1].unique().tolist()) == {0, 1}
+    torch.testing.assert_close(output, module(*inputs))
+
+
+@pytest.mark.parametrize("name, number", [("msa_column_attention", "09"), ("outer_product_mean", "11")])
+def test_the_source_in_a_file_compiles_to_the_same_kernels(name, number, tmp_path):
+    operator = OPERATORS[name]
+    stage = operator.stage(number)
+    shape = supported(operator, stage)
+    export(operator, stage, tmp_path / "alone.py", shape)
+    names = runpy.run_path(str(tmp_path / "alone.py"))
+    alone = jit_loader.load(names["SOURCE"], defines=names["DEFINES"], name="alone").build("cuda")
+    original = stage.load(operator.shapes[shape]).build("cuda")
+    assert list(names["SIGNATURES"]) == list(
+        jit_loader.exports_of(jit_loader.Source(stage.code, "", None, (), ()))
+    )
+    assert alone.resources.equals(original.resources)
+
+
+def test_a_new_model_refuses_what_it_was_not_made_for(tmp_path):
+    operator = OPERATORS["msa_column_attention"]
+    export(operator, operator.stage("10"), tmp_path / "alone.py", "seed")
+    names = runpy.run_path(str(tmp_path / "alone.py"))
+    model = names["ModelNew"](*names["get_init_inputs"]())
+    msa, mask = names["get_inputs"]()
+    for wrong in (msa[:, :3], msa.to(torch.bfloat16)):
+        with pytest.raises(ValueError, match="msa: made for torch.float32"):
+            model(wrong, mask)
+
+
+def test_headers_are_put_in_once_and_the_cpu_is_left_out(tmp_path):
+    (tmp_path / "a.cuh").write_text('#pragma once\n#include "b.cuh"\nint a;\n')
+    (tmp_path / "b.cuh").write_text("#pragma once\n#include <stdint.h>\nint b;\n")
+    code = '#include "a.cuh"\n#include "b.cuh"\n#include "of_another_project.h"\nint c;'
+    assert inline_headers(code, tmp_path).split("\n") == [
+        "#include <stdint.h>", "int b;", "int a;", '#include "of_another_project.h"', "int c;"
+    ]  # fmt: skip
+    assert "backend.h" not in inline_headers('#include "cuda.cuh"', tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator, stage", STAGES, ids=[stage.name for _, stage in STAGES])
+def test_a_file_computes_the_operator_alone_on_the_gpu(operator, stage, tmp_path, seed):
+    export(operator, stage, tmp_path / "alone.py")
+    tolerance = 1e-2 if stage.precision == "bf16" else 1e-4
+    code = f"""
+torch.manual_seed({seed})
+one = names["Model"](*names["get_init_inputs"]()).cuda().eval()
+torch.manual_seed({seed})
+two = names["ModelNew"](*names["get_init_inputs"]()).cuda().eval()
+for _ in range(2):
+    inputs = [each.cuda() for each in names["get_inputs"]()]
+    copies = [each.clone() for each in inputs]
+    torch.testing.assert_close(two(*inputs), one(*inputs), atol={tolerance}, rtol={tolerance})
+    assert all(torch.equal(a, b) for a, b in zip(inputs, copies))
+"""
+    done = run_alone(tmp_path / "alone.py", code)
+    assert done.returncode == 0, done.stderr

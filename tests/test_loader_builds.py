@@ -1,0 +1,350 @@
+"""A build is found by its contents: what makes another one, what does not, and that none is stale."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from processes import Child, compilations, counting_compiler, factor_of, in_child, write_scale
+
+import jit_loader
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch) -> Path:
+    """An empty cache, and a compiler that counts."""
+    monkeypatch.setenv("FOLDFUSE_CACHE", str(tmp_path / "cache"))
+    script = counting_compiler(tmp_path / "compiler")
+    monkeypatch.setenv("CXX", str(script))
+    return script
+
+
+def edit_header(folder: Path, factor: int) -> None:
+    (folder / "factor.h").write_text(f"#define FACTOR {factor}\n")
+
+
+# ---- headers
+
+
+def test_an_edited_header_is_compiled_and_an_edit_taken_back_is_not(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    for factor, count in ((5, 1), (7, 2), (5, 2), (9, 3), (7, 3), (5, 3)):
+        edit_header(tmp_path, factor)
+        assert factor_of(source) == factor
+        assert compilations(compiler) == count
+    for factor in (9, 7, 5):  # the same from another process
+        edit_header(tmp_path, factor)
+        assert in_child(factor_of, source) == factor
+    assert compilations(compiler) == 3
+
+
+def test_an_edit_that_keeps_size_and_times_is_noticed(tmp_path, compiler):
+    source = write_scale(tmp_path, 3)
+    header = tmp_path / "factor.h"
+    assert factor_of(source) == 3
+    times = header.stat()
+    header.write_text(header.read_text().replace("3", "4"))
+    os.utime(header, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert factor_of(source) == 4
+    assert in_child(factor_of, source) == 4
+
+
+def test_many_edits_within_a_tick_of_the_clock(tmp_path, compiler):
+    source = write_scale(tmp_path, 1)
+    for factor in (1, 2):
+        edit_header(tmp_path, factor)
+        factor_of(source)
+    for factor in (1, 2) * 200:
+        edit_header(tmp_path, factor)
+        assert factor_of(source) == factor
+    assert compilations(compiler) == 2
+
+
+def test_a_touch_is_no_edit(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    kernels = jit_loader.load(source)
+    factor_of(source)
+    for path in (source, tmp_path / "factor.h"):
+        os.utime(path, (0, 0))
+        assert jit_loader.load(source) is kernels
+        os.utime(path)
+    assert factor_of(source) == in_child(factor_of, source) == 3
+    assert compilations(compiler) == 1
+
+
+def test_an_edited_source_is_compiled(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    original = source.read_text()
+    for factor, text in ((3, original), (6, original.replace("FACTOR *", "2 * FACTOR *")), (3, original)):
+        source.write_text(text)
+        assert factor_of(source) == factor
+    assert compilations(compiler) == 2
+
+
+def test_a_new_header_that_comes_first_is_noticed(tmp_path, compiler):
+    """The header is found in the second folder until the first has one."""
+    (tmp_path / "first").mkdir()
+    (tmp_path / "own").mkdir()
+    source = write_scale(tmp_path / "own")
+    flags = [f"-I{tmp_path / 'first'}"]
+    assert factor_of(source, flags=flags) == 3
+    edit_header(tmp_path / "first", 8)
+    assert in_child(_with_flags, source, flags) == 8
+    (tmp_path / "first" / "factor.h").unlink()
+    assert in_child(_with_flags, source, flags) == 3
+    assert compilations(compiler) == 2
+
+
+def _with_flags(source, flags):
+    return factor_of(source, flags=flags)
+
+
+def test_a_header_edited_during_the_compilation_is_not_mistaken(tmp_path, monkeypatch):
+    """The compiler reads 3; the file says 4 before the loader looks at it."""
+    monkeypatch.setenv("FOLDFUSE_CACHE", str(tmp_path / "cache"))
+    source = write_scale(tmp_path, 3)
+    header = tmp_path / "factor.h"
+    script = tmp_path / "g++"
+    script.write_text(f'#!/bin/sh\nc++ "$@" || exit\nsed -i s/3/4/ "{header}"\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    assert factor_of(source) == 4
+    assert in_child(factor_of, source) == 4
+
+
+def test_every_header_that_the_compiler_read_is_in_the_key(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    factor_of(source)
+    kernels = jit_loader.load(source).build("cuda")
+    for target, library in kernels._libraries.items():
+        headers = [Path(path) for path, _ in library.build.headers]
+        assert {"factor.h", "driver_types.h", "stdc-predef.h"} <= {path.name for path in headers}, target
+        assert all(path.is_file() and path.is_absolute() for path in headers)
+
+
+# ---- what else makes another build
+
+
+def test_defines_and_flags_make_builds_of_their_own(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    for _ in range(2):
+        assert factor_of(source, defines={"FACTOR": 11}) == 11
+        assert factor_of(source, defines={"FACTOR": 12.5}) == 12.5
+        assert factor_of(source, defines={"FACTOR": True}) == 1
+        assert factor_of(source, defines={"FACTOR": "(1 + 3) /* $HOME `'\\'` */"}) == 4
+        assert factor_of(source, flags=["-DFACTOR=13"]) == 13
+        assert factor_of(source) == 3
+    assert compilations(compiler) == 6
+
+
+def test_one_text_under_two_names_shares_no_symbols(tmp_path, compiler):
+    """Each library has a static variable and a function of the same name."""
+    text = write_scale(tmp_path).read_text().replace('#include "factor.h"', "static float FACTOR = NUMBER;")
+    kernels = [jit_loader.load(text, defines={"NUMBER": number}, name=f"n{number}") for number in (2, 3)]
+    x, y = torch.ones(4), torch.empty(4)
+    for each, number in zip(kernels * 2, (2, 3) * 2, strict=True):
+        each.scale(x, y, 4)
+        assert y[0] == number
+
+
+def _with_torch(version, source):
+    torch.__version__ = version
+    return factor_of(source)
+
+
+def test_another_host_compiler_or_torch_makes_another_build(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    assert factor_of(source) == 3
+    newer = counting_compiler(tmp_path / "newer")
+    text = newer.read_text().replace(
+        "exec c++", 'if [ "$1" = --version ]; then echo "g++ 99.0"; exit; fi\nexec c++'
+    )
+    newer.write_text(text)
+    assert in_child(factor_of, source, env={"CXX": str(newer)}) == 3
+    assert (compilations(compiler), compilations(newer)) == (1, 1)
+    newer.write_text(text.replace("99.0", "99.1"))  # the same path, upgraded
+    for _ in range(2):
+        assert in_child(factor_of, source, env={"CXX": str(newer)}) == 3
+        assert compilations(newer) == 2
+    assert in_child(_with_torch, "2.99.0", source) == 3
+    assert compilations(compiler) == 2
+    assert in_child(factor_of, source, env={"CPATH": str(tmp_path)}) == 3
+    assert compilations(compiler) == 3
+    assert in_child(factor_of, source) == 3
+    assert compilations(compiler) == 3
+
+
+def copied_toolkit(folder: Path, build: bytes = b"V13.0.88") -> Path:
+    """A toolkit of links but for nvcc, which is a copy whose version ends in `build`."""
+    original = jit_loader.nvcc().path.parent.parent
+    (folder / "bin").mkdir(parents=True)
+    for part in original.iterdir():
+        if part.name != "bin":
+            (folder / part.name).symlink_to(part)
+    for program in (original / "bin").iterdir():
+        if program.name != "nvcc":
+            (folder / "bin" / program.name).symlink_to(program)
+    shutil.copy(original / "bin" / "nvcc", folder / "bin" / "nvcc")
+    binary = (folder / "bin" / "nvcc").read_bytes()
+    release = jit_loader.release_of(jit_loader.nvcc()).encode()
+    position = binary.index(b"release " + release + b", V" + release) + len(b"release , V") + 2 * len(release)
+    changed = binary[: position + 1] + build + binary[position + 1 + len(build) :]
+    (folder / "bin" / "nvcc").write_bytes(changed)
+    return folder
+
+
+def _built_for(source, arch):
+    kernels = jit_loader.load(source).build("cuda", arch)
+    library = list(kernels._libraries.values())[-1]
+    return str(library.build.folder), f"sm_{arch.replace('.', '')}" in kernels.sass()
+
+
+def test_another_arch_or_nvcc_makes_another_build(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    first, right = _built_for(source, "9.0a")
+    assert right
+    other_arch, right = _built_for(source, "8.0")
+    assert right
+    toolkit = copied_toolkit(tmp_path / "toolkit", b"77")
+    other_nvcc, right = in_child(_built_for, source, "9.0a", env={"CUDA_HOME": str(toolkit)})
+    assert right
+    assert len({first, other_arch, other_nvcc}) == 3
+    count = compilations(compiler)
+    assert in_child(_built_for, source, "9.0a") == (first, True)
+    assert in_child(_built_for, source, "9.0a", env={"CUDA_HOME": str(toolkit)}) == (other_nvcc, True)
+    assert compilations(compiler) == count
+
+
+# ---- failures
+
+
+def test_a_failed_build_is_not_remembered(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    good = source.read_text()
+    for round in range(2):
+        source.write_text(good.replace("FACTOR *", "FACTORY *"))
+        with pytest.raises(jit_loader.KernelCompileError, match="FACTORY"):
+            factor_of(source)
+        assert compilations(compiler) == 1 + round * 1 + round  # a failure is compiled again
+        source.write_text(good.replace("FACTOR *", f"{round + 2} * FACTOR *"))
+        assert factor_of(source) == 3 * (round + 2)
+    edit_header(tmp_path, "a mistake")
+    with pytest.raises(jit_loader.KernelCompileError):
+        factor_of(source)
+    edit_header(tmp_path, 4)
+    assert factor_of(source) == 12
+
+
+def test_failing_at_once_each_gets_its_own_error(tmp_path, compiler):
+    text = write_scale(tmp_path).read_text().replace('#include "factor.h"', "")
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        futures = [
+            pool.submit(factor_of, text.replace("FACTOR", f"unknown_{number}"), name=f"kernel_{number}")
+            for number in range(4)
+        ]
+    for number, future in enumerate(futures):
+        error = future.exception()
+        assert isinstance(error, jit_loader.KernelCompileError)
+        assert (error.file, error.line, error.column) == (f"kernel_{number}.cu", 21, 40)
+        assert f"unknown_{number}" in error.message and f"unknown_{number}" in error.log
+        assert not any(f"unknown_{other}" in error.log for other in range(4) if other != number)
+
+
+# ---- many at once
+
+
+def test_prebuild_builds_all_and_shows_progress(tmp_path, compiler, capsys):
+    source = write_scale(tmp_path)
+    items = [jit_loader.load(source, defines={"FACTOR": number}) for number in range(5)]
+    jit_loader.prebuild(items, backend="cpu")
+    assert compilations(compiler) == 5
+    assert "5/5" in capsys.readouterr().err
+    assert [factor_of(source, defines={"FACTOR": number}) for number in range(5)] == [0, 1, 2, 3, 4]
+    jit_loader.prebuild(items, backend="cpu", progress=False)
+    assert compilations(compiler) == 5
+    assert capsys.readouterr().err == ""
+
+
+def test_prebuild_builds_the_others_before_it_raises(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    items = [jit_loader.load(source, defines={"FACTOR": value}) for value in ("+", 2, "-", 4)]
+    with pytest.raises(jit_loader.KernelCompileError):
+        jit_loader.prebuild(items, backend="cpu", progress=False)
+    count = compilations(compiler)
+    assert [factor_of(source, defines={"FACTOR": number}) for number in (2, 4)] == [2, 4]
+    assert compilations(compiler) == count == 4
+
+
+# ---- what ptxas and the disassemblers say
+
+REPORT = """
+#include <cuda_runtime.h>
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace { // many values are alive at once, so that 24 registers are not enough
+template <int kCount, bool kFlip>
+__global__ void spilling_kernel(const float* x, float* y) {
+    float values[kCount];
+    for (int i = 0; i < kCount; ++i) values[i] = x[i * 32 + threadIdx.x];
+    __syncthreads();
+    for (int i = 0; i < kCount; ++i) y[i * 32 + threadIdx.x] = values[kFlip ? kCount - 1 - i : i];
+}
+}
+__global__ void shared_kernel(const float* x, float* y) {
+    __shared__ float tile[300];
+    tile[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    y[threadIdx.x] = tile[31 - threadIdx.x];
+}
+EXPORT cudaError_t report(const float* x, float* y, cudaStream_t stream) {
+    spilling_kernel<64, true><<<1, 32, 0, stream>>>(x, y);
+    shared_kernel<<<1, 32, 0, stream>>>(x, y);
+    return cudaGetLastError();
+}
+"""
+
+
+def test_resources_and_machine_code(compiler):
+    kernels = jit_loader.load(REPORT, flags=["-maxrregcount=24"], name="report")
+    table = kernels.resources.set_index("kernel")
+    assert set(table.index) == {"spilling_kernel<64, true>", "shared_kernel"}
+    spilling, shared = table.loc["spilling_kernel<64, true>"], table.loc["shared_kernel"]
+    assert spilling.registers == 24 and spilling.spill_stores > 0 and spilling.spill_loads > 0
+    assert spilling.stack_bytes > 0 and spilling.shared_bytes == 0
+    assert shared.shared_bytes == 1200 and shared.spill_stores == 0 and 4 < shared.registers <= 24
+    assert "BAR.SYNC" in kernels.sass() and "sm_90a" in kernels.sass()
+    assert ".entry" in kernels.ptx() and "bar.sync" in kernels.ptx() and ".target sm_90a" in kernels.ptx()
+    assert kernels.build("cuda", "8.0").resources.shape == table.reset_index().shape
+    assert "sm_80" in kernels.sass()
+
+
+# ---- costs
+
+
+def _cost_of_a_load(source):
+    start = time.perf_counter()
+    factor_of(source)
+    return time.perf_counter() - start, {"torch.utils.cpp_extension", "pandas"} & set(sys.modules)
+
+
+def test_a_cached_load_imports_nothing_that_only_a_build_needs(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    factor_of(source)
+    seconds, imported = zip(*(Child(_cost_of_a_load, source).result() for _ in range(5)), strict=True)
+    assert imported == (set(),) * 5
+    assert compilations(compiler) == 1
+    assert min(seconds) < 0.1  # 5 ms when nothing else runs; benchmarks/loader.py measures it
+
+
+def test_a_repeated_load_returns_the_same_object(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    kernels = jit_loader.load(source, defines={"FACTOR": 2})
+    assert jit_loader.load(source, defines={"FACTOR": 2}) is kernels
+    assert jit_loader.load(Path(os.path.relpath(source)), defines={"FACTOR": 2}) is not kernels
+    assert jit_loader.load(source, defines={"FACTOR": 3}) is not kernels
