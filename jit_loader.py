@@ -21,14 +21,12 @@ import ctypes
 import errno
 import functools
 import hashlib
-import html
 import json
 import keyword
 import logging
 import math
 import os
 import re
-import secrets
 import shlex
 import shutil
 import signal
@@ -103,11 +101,13 @@ class KernelCompileError(RuntimeError):
         return [f"    {self.excerpt.expandtabs(1)}", *caret]
 
     def _repr_html_(self) -> str:
-        text = html.escape("\n".join(self._marked_lines()))
+        from html import escape
+
+        marked = escape("\n".join(self._marked_lines()))
         return (
-            f"<div><b style='color:#b3261e'>{html.escape(self.headline)}</b><pre>{text}</pre>"
+            f"<div><b style='color:#b3261e'>{escape(self.headline)}</b><pre>{marked}</pre>"
             f"<details><summary>all that the compiler printed</summary>"
-            f"<pre>{html.escape(self.log)}</pre></details></div>"
+            f"<pre>{escape(self.log)}</pre></details></div>"
         )
 
     def _render_traceback_(self) -> list[str]:
@@ -428,12 +428,14 @@ def _arch_of(device_index: int) -> str:
     return f"{major}.{minor}" + "a" * (major >= 9)  # a: with the instructions of this generation alone
 
 
-def _cuda_headers() -> Path:
-    """CUDA's include folder, which the CPU backend needs too, though not nvcc. Raises ToolchainError."""
+def _cuda_headers() -> list[str]:
+    """CUDA's include folders, which the CPU backend needs too, though not nvcc. Raises ToolchainError."""
+    needed = ("cuda_bf16.h", "crt/host_defines.h", "nv/target")  # each of another package
     for root, _ in toolkits():
-        for folder in (root / "include", root / "targets" / "x86_64-linux" / "include"):
-            if (folder / "cuda_bf16.h").exists():
-                return folder
+        for include in (root / "include", root / "targets" / "x86_64-linux" / "include"):
+            folders = [include, include / "cccl"]
+            if all(any((folder / header).exists() for folder in folders) for header in needed):
+                return list(map(str, folders))
     raise ToolchainError("CUDA's headers were not found; pip install 'cuda-toolkit[nvcc,cccl]'")
 
 
@@ -472,6 +474,7 @@ def toolchain_report() -> list[Finding]:
         "C++ compiler": lambda: _described(host_compiler()),
         "ninja": lambda: str(_ninja_folder() / "ninja"),
         "nvcc": _nvcc_described,
+        "CUDA headers": lambda: _cuda_headers()[0],
         "cuobjdump": lambda: str(_tool("cuobjdump")),
         "nvdisasm": lambda: str(_tool("nvdisasm")),
     }
@@ -658,9 +661,8 @@ def clean(max_bytes: int = CACHE_BYTES, max_age_days: float | None = None) -> in
     builds = []
     for folder in cache.glob("builds/*/*"):
         with contextlib.suppress(OSError):
-            builds.append(
-                (folder.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir()), folder)
-            )
+            size = sum(file.stat().st_size for file in folder.iterdir())
+            builds.append((folder.stat().st_mtime, size, folder))
     total = sum(size for _, size, _ in builds)
     for used, size, folder in sorted(builds):
         if total - freed > max_bytes or (max_age_days is not None and now - used > 86400 * max_age_days):
@@ -716,11 +718,13 @@ def _build(source: Source, target: Target, recipe: str, cache: Path) -> Build:
     if target.backend == "cuda":
         require_cuda(target.arch)
     read = None
+    time.sleep(0.01)  # a tick of the file system's clock, so that an edit before is older than the build
     while True:
         with _staging(cache) as staging:
+            began = staging.stat().st_ctime_ns  # by the clock of the file system
             log = _compile(source, target, staging)
             before, read = read, _headers(staging, source)
-            if read == before or _older(read, staging):
+            if read == before or _unchanged_since(began, read):
                 return _publish(staging, read, log, recipe, cache)
 
 
@@ -730,7 +734,7 @@ _stagings: set[Path] = set()  # of the builds under way in this process
 @contextlib.contextmanager
 def _staging(cache: Path) -> Iterator[Path]:
     """A private folder to build in, gone afterwards; with it, whatever happens, the compilers in it."""
-    folder = cache / "staging" / secrets.token_hex(8)
+    folder = cache / "staging" / os.urandom(8).hex()
     folder.mkdir(mode=0o700, parents=True)
     _stagings.add(folder)
     try:
@@ -749,21 +753,20 @@ def _kill_compilers(staging: Path) -> None:
     An interrupt ends ninja alone: it gives each compiler a process group, which outlives it. But all of them,
     and what they start, have the staging folder as working folder.
     """
-    killed = True
-    while killed:
-        killed = [
-            pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _works_in(staging, pid)
-        ]
-        for pid in killed:
+    while working := _processes_in(staging):
+        for pid in working:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
-def _works_in(folder: Path, pid: int) -> bool:
-    try:
-        return os.readlink(f"/proc/{pid}/cwd") == str(folder.resolve())
-    except OSError:
-        return False
+def _processes_in(folder: Path) -> list[int]:
+    """The processes whose working folder is this one."""
+    found, name = [], str(folder.resolve())
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.readlink(f"/proc/{pid}/cwd") == name:
+                found.append(int(pid))
+    return found
 
 
 def _flags(source: Source, target: Target) -> tuple[str, ...]:
@@ -797,10 +800,8 @@ def _compile(source: Source, target: Target, staging: Path) -> str:
     except (RuntimeError, OSError) as error:
         if getattr(error, "errno", None):  # of a file, not of a library that does not load
             raise
-        why = (
-            error.__cause__ if isinstance(error.__cause__, OSError) else ""
-        )  # of a library that fails to load
-        log = f"{_text(printed)}\n{error}\n{why}".strip()
+        unloadable = error.__cause__ if isinstance(error.__cause__, OSError) else ""
+        log = f"{_text(printed)}\n{error}\n{unloadable}".strip()
         if os.strerror(errno.ENOSPC) in log:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
         raise KernelCompileError(log, source) from None
@@ -847,12 +848,11 @@ def _arguments(source: Source, target: Target, staging: Path) -> dict[str, Any]:
     if not _under_address_sanitizer():  # whose runtime is not linked
         linking.append("-Wl,-z,defs")
     if target.backend == "cpu":
-        headers = _cuda_headers()
         return {
             "cpp_sources": [text],
             "extra_cflags": flags,
             "extra_ldflags": [*linking, "-pthread", *(SANITIZER_FLAGS if _under_address_sanitizer() else ())],
-            "extra_include_paths": [*source.include_folders, str(headers), str(headers / "cccl")],
+            "extra_include_paths": [*source.include_folders, *_cuda_headers()],
         }
     runtime = _cuda_runtime()
     (staging / "libcudart.so").symlink_to(runtime)  # pip's packages have only libcudart.so.13
@@ -892,33 +892,35 @@ def _headers(staging: Path, source: Source) -> Headers:
     """The headers of a build, from the compiler's own list, which ninja took in."""
     ninja = [_ninja_folder() / "ninja", "-t", "deps"]
     listing = subprocess.run(ninja, cwd=staging, capture_output=True, text=True).stdout
-    paths = {os.path.abspath(staging / line[4:]) for line in listing.split("\n") if line.startswith("    ")}
-    paths = sorted(
-        path for path in paths if path != source.file and not path.startswith(f"{staging}{os.sep}")
-    )
-    digests = {path: _digest_of(path) for path in paths}
+    listed = {os.path.abspath(staging / line[4:]) for line in listing.split("\n") if line.startswith("    ")}
+    paths = {path for path in listed if path != source.file and not _is_in([staging], path)}
+    # The project's own come first: where a build is out of date, it is they that differ.
+    ordered = sorted(paths, key=lambda path: (not _is_in(source.include_folders, path), path))
+    digests = {path: _digest_of(path) for path in ordered}
     read = tuple((path, digest) for path, digest in digests.items() if digest is not None)
     if not read:  # never keep a build whose headers are unknown
-        raise ToolchainError(
-            "the compiler listed no headers; unset TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES"
-        )
+        variable = "TORCH_EXTENSION_SKIP_NVCC_GEN_DEPENDENCIES"
+        raise ToolchainError(f"the compiler listed no headers; unset {variable}")
     missing = [path for path, digest in digests.items() if digest is None]
-    return Headers(read, (*missing, *_shadows(paths, source.include_folders)))
+    return Headers(read, (*missing, *_shadows(ordered, source.include_folders)))
+
+
+def _is_in(folders: Iterable[str | Path], path: str) -> bool:
+    return path.startswith(tuple(f"{folder}{os.sep}" for folder in folders))
 
 
 def _shadows(paths: Iterable[str], folders: Sequence[str]) -> Iterator[str]:
     """Where a file would be found before a header that was read."""
     for path in paths:
         for place, folder in enumerate(folders):
-            if path.startswith(f"{folder}{os.sep}"):
+            if _is_in([folder], path):
                 earlier = (os.path.join(before, os.path.relpath(path, folder)) for before in folders[:place])
                 yield from (shadow for shadow in earlier if not os.path.exists(shadow))
                 break
 
 
-def _older(headers: Headers, staging: Path) -> bool:
-    """Whether no header was changed since a build began."""
-    began = staging.stat().st_ctime_ns  # by the file system's clock
+def _unchanged_since(began: int, headers: Headers) -> bool:
+    """Whether the headers are surely those that the compiler read."""
     try:
         return all(os.stat(path).st_ctime_ns < began for path, _ in headers.read)
     except OSError:
@@ -989,9 +991,8 @@ class Library:
     def __init__(self, build: Build, own_folders: Sequence[str]) -> None:
         self.build = build
         self.handle = ctypes.CDLL(str(build.library))
-        folders = tuple(f"{folder}{os.sep}" for folder in own_folders)
         # The project's headers; those of the compilers change with their versions.
-        self.headers = [Snapshot(path, digest) for path, digest in build.headers if path.startswith(folders)]
+        self.headers = [Snapshot(*header) for header in build.headers if _is_in(own_folders, header[0])]
 
     def function(self, export: Export) -> Callable[..., int]:
         """The C function; pointers and the stream are passed as integers."""
@@ -1064,8 +1065,9 @@ class Snapshot:
 class Kernels:
     """The EXPORT functions of a source as methods; each call compiles for its tensors' device if need be."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, file: Snapshot | None = None) -> None:
         self._source = source
+        self._file = file  # that the source was read from
         self._exports = exports_of(source)
         self._libraries: dict[Target, Library] = {}
         for export in self._exports.values():
@@ -1145,7 +1147,9 @@ class Kernels:
             return Library(_find_or_build(self._source, target), folders)
 
     def _is_current(self) -> bool:
-        """Whether what was built is what would be built now."""
+        """Whether the source, and the headers of what was built, are what they were."""
+        if self._file is not None and not self._file.is_current():
+            return False
         return all(header.is_current() for library in self._libraries.values() for header in library.headers)
 
 
@@ -1238,9 +1242,7 @@ def _checked(export: Export, arguments: Sequence[Any]) -> tuple[Any, ...]:
 
 def _checked_pointer(value: Any, dtype: torch.dtype, where: str) -> int:
     if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{where}: expected a tensor, got {'None' if value is None else type(value).__name__}"
-        )
+        raise TypeError(f"{where}: expected a tensor, got {_kind_of(value)}")
     if value.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{where}: expected a CPU or CUDA tensor, got one on {value.device}")
     if value.dtype != dtype:
@@ -1254,9 +1256,7 @@ def _checked_pointer(value: Any, dtype: torch.dtype, where: str) -> int:
     try:
         address = value.data_ptr()
     except RuntimeError as error:  # a tensor without memory, such as a tracer's
-        raise TypeError(
-            f"{where}: expected a tensor with memory, got {type(value).__name__}: {error}"
-        ) from None
+        raise TypeError(f"{where}: expected a tensor with memory, got {_kind_of(value)}: {error}") from None
     if address == 0:
         raise ValueError(f"{where}: has no elements, shape {tuple(value.shape)}")
     if address % 16:
@@ -1267,12 +1267,15 @@ def _checked_pointer(value: Any, dtype: torch.dtype, where: str) -> int:
     return address
 
 
+def _kind_of(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
+
+
 def _checked_scalar(value: Any, c_type: str, where: str) -> float:
     low, high = RANGES[c_type]
     convert = "__index__" if isinstance(low, int) else "__float__"
     if isinstance(value, bool | Tensor) or not hasattr(value, convert):
-        kind = "None" if value is None else type(value).__name__
-        raise TypeError(f"{where}: expected {type(low).__name__}, got {kind}")
+        raise TypeError(f"{where}: expected {type(low).__name__}, got {_kind_of(value)}")
     number = value.__index__() if isinstance(low, int) else float(value)
     if not low <= number <= high and math.isfinite(number):
         raise ValueError(f"{where}: {number} does not fit into {c_type}")
@@ -1316,7 +1319,7 @@ def resources_in(log: str) -> list[Usage]:
 
 # ---- loading
 
-_loaded: dict[Any, tuple[Snapshot | None, Kernels]] = {}  # what `load` was given → what it returned
+_loaded: dict[Any, Kernels] = {}  # by what `load` was given
 
 
 def load(
@@ -1334,29 +1337,21 @@ def load(
     """
     if isinstance(flags, str):
         raise TypeError(f"flags: expected a list of options, got the text {flags!r}; pass [{flags!r}]")
-    defined = tuple(defines.items()) if defines else ()
-    key = (source, defined, tuple(flags), name, *map(os.environ.get, (*CHOOSING, *CHANGING)))
-    if key in _loaded:
-        file, kernels = _loaded[key]
-        if (file is None or file.is_current()) and kernels._is_current():
-            return kernels
-    file, kernels = _loaded[key] = _read(source, defined, tuple(flags), name)
+    if isinstance(source, str) and "\n" not in source and source.endswith((".cu", ".cuh")):
+        raise ValueError(f"source: got the text {source!r}; for a file pass Path({source!r})")
+    path = None if isinstance(source, str) else os.path.abspath(source)
+    options = (tuple(sorted(defines.items())) if defines else (), tuple(flags))
+    key = (path or source, path is None, name, *options, *map(os.environ.get, (*CHOOSING, *CHANGING)))
+    kernels = _loaded.get(key)
+    if kernels is None or not kernels._is_current():
+        if path is None:
+            kernels = Kernels(Source(source, f"{name or 'source'}.cu", None, *options))
+        else:
+            content = Path(path).read_bytes()
+            file = Snapshot(path, _digest(content))
+            kernels = Kernels(Source(content.decode(), path, os.path.dirname(path), *options), file)
+        _loaded[key] = kernels
     return kernels
-
-
-def _read(
-    source: Path | str, defines: tuple, flags: tuple, name: str | None
-) -> tuple[Snapshot | None, Kernels]:
-    if isinstance(source, str):
-        if "\n" not in source and source.endswith((".cu", ".cuh")):
-            raise ValueError(f"source: got the text {source!r}; for a file pass Path({source!r})")
-        return None, Kernels(Source(source, f"{name or 'source'}.cu", None, defines, flags))
-    path = os.path.abspath(source)
-    content = Path(path).read_bytes()
-    text = content.decode("utf-8")
-    return Snapshot(path, _digest(content)), Kernels(
-        Source(text, path, os.path.dirname(path), defines, flags)
-    )
 
 
 def prebuild(
@@ -1368,7 +1363,7 @@ def prebuild(
     """
     from concurrent.futures import ThreadPoolExecutor, as_completed
 
-    from tqdm.auto import tqdm
+    from tqdm import tqdm
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         futures = [pool.submit(kernels.build, backend, arch) for kernels in items]

@@ -23,6 +23,8 @@ import timeit
 from collections.abc import Callable
 from pathlib import Path
 from time import perf_counter
+from types import ModuleType
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -32,6 +34,16 @@ sys.path.insert(0, str(ROOT))
 
 import jit_loader  # noqa: E402
 from kernels_src import OPERATORS  # noqa: E402
+
+
+class Subject(NamedTuple):
+    """What is compiled."""
+
+    name: str
+    text: str
+    defines: dict
+    folder: Path  # of its own headers
+
 
 POINTERS, NUMBERS = 10, 5  # of the function whose calls are timed, as many as a stage has
 SMALLEST = """
@@ -47,17 +59,18 @@ EXPORT cudaError_t touch(PARAMETERS, cudaStream_t stream) {
 """
 PARAMETERS = [f"float* p{i}" for i in range(POINTERS)] + [f"int n{i}" for i in range(NUMBERS)]
 SMALLEST = SMALLEST.replace("PARAMETERS", ", ".join(PARAMETERS))
+SUBJECT = Subject("smallest kernel", SMALLEST, {}, ROOT / "kernels_src")
 NVRTC = 'extern "C" __global__ void touch(float* y) { y[threadIdx.x] = 1; } // EDIT'
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def largest_stage() -> tuple[str, dict]:
-    """The stage with the most code, and its defines at the first shape that it supports."""
+def largest_stage() -> Subject:
+    """The stage with the most code, with its defines at the first shape that it supports."""
     stages = [(stage, operator) for operator in OPERATORS.values() for stage in operator.stages]
     stage, operator = max(stages, key=lambda pair: len(pair[0].code))
     shape = next(shape for shape in operator.shapes.values() if not stage.unsupported(shape))
-    print(f"largest stage: {operator.name}/{stage.name} at {shape}")
-    return f'#include "{stage.source}"\n', dict(stage.constants(shape))
+    name = f"largest stage, {operator.name}/{stage.name}"
+    return Subject(name, stage.code, dict(stage.constants(shape)), stage.source.parent)
 
 
 def edited(text: str) -> str:
@@ -74,31 +87,24 @@ def seconds(action: Callable[[], object]) -> float:
 # ---- ways to compile
 
 
-def with_loader(text: str, defines: dict) -> None:
+def with_loader(subject: Subject) -> None:
     """What a user waits for: read the signature, find no build, compile, load."""
-    try:
-        kernels = jit_loader.load(edited(text), defines=defines, name="edited")
-    except ValueError:  # the signature is in the included stage
-        kernels = jit_loader.load(edited(text + SIGNATURE), defines=defines, name="edited")
-    kernels.build("cuda")
+    flags = [f"-I{subject.folder}"]
+    jit_loader.load(edited(subject.text), defines=subject.defines, flags=flags, name="edited").build("cuda")
 
 
-SIGNATURE = """
-EXPORT cudaError_t unused(float* y, cudaStream_t stream) { return cudaSuccess; }
-"""
-
-
-def with_nvcc(text: str, defines: dict) -> None:
+def with_nvcc(subject: Subject) -> None:
     """A bare `nvcc -shared` with the loader's options."""
     target = jit_loader.Target("cuda", jit_loader.present_arch())
-    source = jit_loader.Source(edited(text), "edited.cu", None, tuple(defines.items()), ())
+    source = jit_loader.Source(edited(subject.text), "edited.cu", None, tuple(subject.defines.items()), ())
     options = [flag for flag in jit_loader._flags(source, target) if flag != "-objtemp"]
+    options += ["-shared", "-Xcompiler", "-fPIC", "-cudart", "shared", "-cudadevrt", "none", "-L."]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "edited.cu").write_text(source.text)
         (Path(folder) / "libcudart.so").symlink_to(jit_loader._cuda_runtime())
         subprocess.run(
-            [jit_loader.nvcc().path, *options, "-shared", "-Xcompiler", "-fPIC", "-cudart", "shared"]
-            + ["-cudadevrt", "none", "-L.", "-I", ROOT / "kernels_src", "edited.cu", "-o", "edited.so"],
+            [jit_loader.nvcc().path, *options, "-I", subject.folder, "-I", ROOT / "kernels_src"]
+            + ["edited.cu", "-o", "edited.so"],
             cwd=folder,
             check=True,
             capture_output=True,
@@ -128,38 +134,41 @@ int bound() { return 0; }
 """
 
 
-def load_inline(text: str, defines: dict, cpp: str, folder: str, name: str, **options):
+def load_inline(subject: Subject, cpp: str, folder: str, name: str, **options: bool) -> ModuleType:
     """torch's own, as its documentation shows it."""
     extension = jit_loader._torch_extension(jit_loader.Target("cuda", ""))
     arch = jit_loader.present_arch().replace(".", "")
-    (Path(folder) / "libcudart.so").symlink_to(jit_loader._cuda_runtime())
+    # After torch's headers, which use names such as D themselves.
+    defines = "".join(f"#define {name} {value}\n" for name, value in subject.defines.items())
+    with contextlib.suppress(FileExistsError):
+        (Path(folder) / "libcudart.so").symlink_to(jit_loader._cuda_runtime())
     return extension.load_inline(
         name,
         cpp_sources=[cpp],
-        cuda_sources=[text],
+        cuda_sources=[defines + subject.text],
         functions=["bound"],
-        extra_cuda_cflags=[f"-gencode=arch=compute_{arch},code=sm_{arch}"]
-        + [f"-D{key}={value}" for key, value in defines.items()],
+        extra_cuda_cflags=[f"-gencode=arch=compute_{arch},code=sm_{arch}"],
         extra_ldflags=[f"-L{folder}"],
-        extra_include_paths=[str(ROOT / "kernels_src")],
+        extra_include_paths=[str(subject.folder), str(ROOT / "kernels_src")],
         build_directory=folder,
         **options,
     )
 
 
-def with_defaults(text: str, defines: dict) -> None:
+def with_defaults(subject: Subject) -> None:
     """load_inline with its own headers."""
-    cpp = BINDING if "touch_kernel" in text else PLAIN_BINDING
+    cpp = BINDING if subject.text == SMALLEST else PLAIN_BINDING
     with tempfile.TemporaryDirectory() as folder:
-        load_inline(edited(text), defines, cpp, folder, f"defaults_{secrets.token_hex(4)}")
+        subject = subject._replace(text=edited(subject.text))
+        load_inline(subject, cpp, folder, f"defaults_{secrets.token_hex(4)}")
 
 
-def without_headers(text: str, defines: dict) -> None:
+def without_headers(subject: Subject) -> None:
     """load_inline with no_implicit_headers alone: still a Python module, which needs pybind11."""
     with tempfile.TemporaryDirectory() as folder:
         name = f"no_headers_{secrets.token_hex(4)}"
         options = {"no_implicit_headers": True, "with_pytorch_error_handling": False}
-        load_inline(edited(text), defines, PLAIN_BINDING, folder, name, **options)
+        load_inline(subject._replace(text=edited(subject.text)), PLAIN_BINDING, folder, name, **options)
 
 
 def with_nvrtc() -> None:
@@ -167,22 +176,34 @@ def with_nvrtc() -> None:
     torch.cuda._compile_kernel(NVRTC.replace("EDIT", secrets.token_hex(8)), "touch")
 
 
-def compile_times(text: str, defines: dict, quick: bool, rounds: int = 5) -> dict[str, float]:
+def compile_times(subject: Subject, quick: bool, rounds: int = 5) -> dict[str, float]:
     """Median seconds from an edit to a loaded library, the ways taking turns."""
     ways = {"loader": with_loader, "nvcc -shared": with_nvcc}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
-        way(text, defines)  # reads the compilers into memory, imports what a first build imports
+        way(subject)  # reads the compilers into memory, imports what a first build imports
     for _ in range(rounds):
         for name, way in ways.items():
-            times[name].append(seconds(lambda way=way: way(text, defines)))
-    times["no_implicit_headers alone"] = [seconds(lambda: without_headers(text, defines))]
+            times[name].append(seconds(lambda way=way: way(subject)))
+    times["no_implicit_headers alone"] = [seconds(lambda: without_headers(subject))]
     if not quick:
-        times["load_inline's defaults"] = [seconds(lambda: with_defaults(text, defines))]
-    if DEVICE == "cuda" and "touch_kernel" in text:
+        times["load_inline's defaults"] = [seconds(lambda: with_defaults(subject))]
+    if DEVICE == "cuda" and subject.text == SMALLEST:
         with_nvrtc()
         times["NVRTC, the kernel alone"] = [seconds(with_nvrtc) for _ in range(rounds)]
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def edit_to_result(rounds: int = 5) -> float:
+    """Median seconds from an edit of a seed-size stage to its output, on this machine's device."""
+    operator = OPERATORS["msa_column_attention"]
+    stage, shape = operator.stage("03"), operator.shapes["seed"]
+    module, inputs = operator.module(shape, device=DEVICE), operator.inputs(shape, device=DEVICE)
+
+    def once() -> float:
+        return stage.variant(edited(stage.code), "edited")(module, *inputs).sum().item()
+
+    return statistics.median([seconds(once) for _ in range(rounds + 1)][1:])
 
 
 # ---- a new process
@@ -206,7 +227,8 @@ INLINE_BODY = """
 import pathlib
 sys.path.insert(0, {benchmarks!r})
 import loader
-module = loader.load_inline(loader.SMALLEST, {{}}, loader.BINDING, {folder!r}, "defaults")
+module = loader.load_inline(loader.SUBJECT, loader.BINDING, {folder!r}, "defaults")
+if loader.DEVICE == "cuda": module.bound(*tensors, *numbers)
 """
 
 
@@ -244,7 +266,7 @@ def call_microseconds(quick: bool, folder: Path) -> dict[str, float]:
         "ctypes, no checks": lambda: bare(*pointers, *numbers, 0),
     }
     if not quick:
-        module = load_inline(NO_WORK, {}, BINDING, str(folder), "calls")
+        module = load_inline(SUBJECT._replace(text=NO_WORK), BINDING, str(folder), "calls")
         ways["load_inline's defaults"] = lambda: module.bound(*tensors, *numbers)
     if DEVICE == "cuda":
         nvrtc = torch.cuda._compile_kernel(NVRTC, "touch")
@@ -286,9 +308,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache, contextlib.ExitStack() as stack:
         os.environ["FOLDFUSE_CACHE"] = cache
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        smallest = compile_times(SMALLEST, {}, quick)
-        report("edit to loaded library, smallest kernel", smallest, "s")
-        report("edit to loaded library, largest stage", compile_times(*largest_stage(), quick), "s")
+        for subject in (SUBJECT, largest_stage()):
+            report(f"edit to loaded library, {subject.name}", compile_times(subject, quick), "s")
+        print(f"\nedit to result of a seed-size stage on the {DEVICE}: {edit_to_result():.2f} s")
         jit_loader.load(SMALLEST, name="smallest").build(DEVICE)
         again = {"loader": new_process_seconds(LOADER_BODY.format(text=SMALLEST)) * 1e3}
         if not quick:

@@ -3,6 +3,7 @@
 //     EXPORT cudaError_t f(..., cudaStream_t stream)           a function that jit_loader finds
 //     LAUNCH(kernel, grid, block, shared_bytes, stream)(...)   launches; returns cudaError_t
 //     LAUNCH_CLUSTER(kernel, grid, block, cluster, shared_bytes, stream)(...)
+//     LAUNCH(...).early()(...)                         may start before the kernel before has ended
 //     SHARED(float, tile, [32][33]);   __shared__ float tile[32][33], aligned to 16 bytes
 //     DYNAMIC_SHARED(float, buffer);   float* buffer, aligned to 1024 bytes
 // Headers use no single capital letter as a name: stages are compiled with defines such as D and H.
@@ -47,6 +48,14 @@ struct Launch {
     dim3 grid, block, cluster;
     size_t shared_bytes;
     cudaStream_t stream;
+    bool starts_early = false;
+
+    // Launches while the kernel before it on the stream still runs; see hopper.cuh.
+    Launch early(bool allowed = true) const {
+        Launch launch = *this;
+        launch.starts_early = allowed;
+        return launch;
+    }
 
     cudaError_t operator()(Parameters... arguments) const {
         cudaError_t error = cudaSuccess;
@@ -56,16 +65,23 @@ struct Launch {
                 static_cast<int>(shared_bytes < INT32_MAX ? shared_bytes : INT32_MAX));
         }
         if (!error) {
-            cudaLaunchAttribute attribute = {};
-            attribute.id = cudaLaunchAttributeClusterDimension;
-            attribute.val.clusterDim = {cluster.x, cluster.y, cluster.z};
+            cudaLaunchAttribute attributes[2] = {};
             cudaLaunchConfig_t config = {};
             config.gridDim = grid;
             config.blockDim = block;
             config.dynamicSmemBytes = shared_bytes;
             config.stream = stream;
-            config.attrs = &attribute;
-            config.numAttrs = cluster.x * cluster.y * cluster.z > 1;
+            config.attrs = attributes;
+            if (cluster.x * cluster.y * cluster.z > 1) {
+                cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+                attribute.id = cudaLaunchAttributeClusterDimension;
+                attribute.val.clusterDim = {cluster.x, cluster.y, cluster.z};
+            }
+            if (starts_early) {
+                cudaLaunchAttribute& attribute = attributes[config.numAttrs++];
+                attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+                attribute.val.programmaticStreamSerializationAllowed = 1;
+            }
             error = cudaLaunchKernelEx(&config, kernel, arguments...);
         }
         if (error) describe(error);

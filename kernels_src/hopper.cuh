@@ -40,12 +40,36 @@ inline int multiprocessors() {
     return count;
 }
 
+// Clusters of so many blocks that run at a time; a persistent kernel launches as many. It may be
+// fewer than multiprocessors() allow, as a cluster's blocks are neighbours on the chip.
+template <typename... Parameters>
+int resident_clusters(void (*kernel)(Parameters...), int blocks, int threads, size_t shared_bytes) {
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {unsigned(blocks), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.attrs = &cluster;
+    config.numAttrs = 1;
+    int count = 0;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
+    cudaOccupancyMaxActiveClusters(&count, kernel, &config);
+    return count > 0 ? count : 1;
+}
+
 // ---- wgmma: asynchronous products of a warpgroup (4 warps, the first one's index divisible by 4)
 
 // The address field of an operand; the strides between its cores are in bytes.
 __device__ inline uint64_t wgmma_operand(const void* start, uint32_t k_stride, uint32_t mn_stride) {
     return (shared_address(start) & 0x3FFFF) >> 4 | uint64_t(k_stride >> 4) << 16 |
            uint64_t(mn_stride >> 4) << 32;
+}
+
+// The operand `bytes` further on in shared memory, for less than wgmma_operand takes.
+__device__ inline uint64_t wgmma_advance(uint64_t operand, int bytes) {
+    return operand + (bytes >> 4);
 }
 
 // Before the first wgmma, and after ordinary code wrote registers that a wgmma reads.
@@ -57,6 +81,14 @@ __device__ inline void wgmma_commit() {
 template <int kPending>
 __device__ inline void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// The same, and what reads d, a result of those that have ended, stays behind the wait.
+template <int kPending, int kLength>
+__device__ inline void wgmma_wait(float (&d)[kLength]) {
+    wgmma_wait<kPending>();
+#pragma unroll
+    for (int i = 0; i < kLength; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // wgmma<T, kMajorA, kMajorB>(d, a, b, accumulate): d (64 x N) = A (64 x 16) · B (16 x N), plus d if
@@ -210,6 +242,18 @@ __device__ inline void copy_bulk_multicast(void* shared, const void* global, uin
 // after the barrier that orders the threads).
 __device__ inline void fence_async_proxy() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// ---- kernels that overlap: one that is launched with early() starts when all blocks of the kernel
+// before it have called next_kernel_may_start or ended, and resources are free
+
+__device__ inline void next_kernel_may_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+// Until the kernel before has ended and all that it wrote can be seen. Of the one before that it
+// says so only if the kernel before has waited too.
+__device__ inline void wait_for_previous_kernel() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // ---- blocks of a cluster, groups of warps

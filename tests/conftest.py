@@ -6,6 +6,9 @@ import os
 import random
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores
+
 import torch
 
 SEED = int(os.environ.get("FOLDFUSE_TEST_SEED", random.SystemRandom().randrange(2**31)))

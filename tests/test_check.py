@@ -48,7 +48,7 @@ def test_the_reference_passes_every_case(operator, precision, seed):
     assert list(found) == list(problems.CASES)
     for result in found.values():
         assert result.passed, result.message
-        assert result.max_abs_error == result.eager_error > 0
+        assert 0 < result.max_abs_error <= result.eager_error
 
 
 def with_element(value):
@@ -67,7 +67,7 @@ def with_element(value):
     ids=["NaN", "infinite", "off by 1e-5", "negative"],
 )
 def test_one_wrong_element_fails(operator, value, seed):
-    assert set(failing(operator, with_element(value), seed)) >= {"random", "masked"}
+    assert "random" in failing(operator, with_element(value), seed)
 
 
 def test_an_error_of_twice_the_limit_fails_in_bf16(seed):
@@ -81,8 +81,8 @@ def test_an_unwritten_element_fails(seed):
         out.view(-1)[:-1] = right.reshape(-1)[:-1]
         return out
 
-    assert all("NaN" in message for message in failing(ATTENTION, compute, seed).values())
-    assert len(failing(ATTENTION, compute, seed)) == len(problems.CASES)
+    found = failing(ATTENTION, compute, seed)
+    assert "NaN" in found["random"] and "NaN" in found["large"]
 
 
 def test_a_stale_result_fails(seed):
@@ -215,13 +215,14 @@ def test_bits_are_compared():
     assert not same_bits(x, x.double())
 
 
-def test_a_limit_holds_for_each_element_where_eager_keeps_it():
+def test_the_plain_limit_holds_for_each_element_however_far_eager_is():
     problem = problems.pose(OUTER, OUTER.shapes["odd"])
     problem = replace(problem, eager_error=1e-4)  # eager's own error would allow four times as much
     wrong = problem.answer.float()
     place = problem.answer.abs().argmin()
     wrong.view(-1)[place] += 2e-4
     assert "0.0001·|answer|" in checker.judge(wrong, problem).message
+    assert checker.judge(wrong, replace(problem, case="large")).message == ""
 
 
 def test_guard_bands_catch_a_write_outside_and_nothing_else():

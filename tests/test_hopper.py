@@ -241,9 +241,14 @@ SHAPE = type(OUTER.shapes["seed"])(
 )  # several trips around the ring, several tiles a block
 
 
+# of stage 12 too: five steps of 16 rows, of which PROMOTE adds up two at a time
+SPLIT_SHAPE = SHAPE._replace(S=75, N=9, P=72)
+
+
 def outputs_of(stage, seed, orders=("forward", "reverse")):
-    module = OUTER.module(SHAPE, seed, dtype=torch.bfloat16)
-    msa, mask = OUTER.inputs(SHAPE, seed, dtype=torch.bfloat16)
+    shape = SHAPE if stage.precision == "bf16" else SPLIT_SHAPE
+    module = OUTER.module(shape, seed, dtype=stage.dtype)
+    msa, mask = OUTER.inputs(shape, seed, dtype=stage.dtype)
     outputs = []
     for order in orders:
         with jit_loader.cpu_schedule(order):
@@ -270,15 +275,36 @@ def test_as_accurate_as_eager(name, shape, mean, seed):
     assert error <= min(allowed, 1e-2), f"{error:.2e}, twice eager's is {allowed:.2e}"
 
 
-def test_cluster_size_and_depth_of_the_ring_change_nothing(seed):
+def test_how_blocks_share_and_how_deep_the_ring_is_change_nothing(seed):
     stage = OUTER.stage("11_hopper")
     expected, reverse = outputs_of(stage, seed)
     assert torch.equal(expected, reverse)
-    for define in ("#define CLUSTER 1\n", "#define DEPTH 64\n"):
+    for define in (
+        "#define CLUSTER 1\n",
+        "#define CLUSTER 4\n",
+        "#define DEPTH 64\n",
+        "#define TILES 2\n#define DEPTH 16\n",
+    ):
         (out,) = outputs_of(stage.variant(define + stage.code, "variant"), seed, ["forward"])
         assert torch.equal(out, expected), define
     (mma,) = outputs_of(OUTER.stage("10_bf16"), seed, ["forward"])
     assert torch.equal(mma, expected)
+
+
+def test_when_sums_are_promoted_changes_only_the_last_bits(seed):
+    stage = OUTER.stage("12_hopper_split")
+    often = stage.variant("#define PROMOTE 32\n" + stage.code, "often")
+    alone = stage.variant("#define CLUSTER 1\n" + often.code, "alone")
+    first, reverse = outputs_of(often, seed)
+    assert torch.equal(first, reverse)
+    assert torch.equal(*outputs_of(alone, seed, ["forward"]), first)
+    module = OUTER.module(SPLIT_SHAPE, seed)
+    msa, mask = OUTER.inputs(SPLIT_SHAPE, seed)
+    exact = OUTER.module(SPLIT_SHAPE, seed).double()(msa.double(), mask.double())
+    allowed = 2 * (module(msa, mask) - exact).abs().max()
+    for out in (first, *outputs_of(stage, seed, ["forward"])):
+        error = (out - exact).abs().max()
+        assert error <= allowed, f"{error:.2e}, twice eager's is {allowed:.2e}"
 
 
 FAULTS = {
@@ -292,14 +318,37 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_race_in_the_stage_shows(fault, seed):
-    stage = OUTER.stage("11_hopper")
-    (expected,) = outputs_of(stage, seed, ["forward"])
-    old, new = FAULTS[fault]
-    assert old in stage.code
+SPLIT_FAULTS = {
+    "a stage given back while wgmma reads it": (
+        "if (step > first) release(empty, (place.stage + kStages - 1)",
+        "release(empty, (place.stage",
+    ),
+    "products read before all are stored": (
+        "fence_async_proxy();\n            named_barrier(1, kConsumers * kWarpSize);",
+        "",
+    ),
+    "sums set aside and not added again": ("add_promoted(sums, outer);", ""),
+    "weights of the other half of the outputs": ("+ group * (kOutputs * 8)", ""),
+    "half of b in the other half's place": ("stage + kRowBytes + rank * kColumnShare", "stage + kRowBytes"),
+}
+RING = "outer_product_mean/tile_ring.cuh"
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [("11_hopper", fault) for fault in FAULTS] + [("12_hopper_split", fault) for fault in SPLIT_FAULTS],
+)
+def test_a_fault_in_the_stage_shows(name, fault, seed):
+    stage = OUTER.stage(name)
+    ring = (stage.source.parents[1] / RING).read_text()
+    code = stage.code.replace(f'#include "{RING}"', ring)
+    if name == "12_hopper_split":
+        code = "#define PROMOTE 32\n" + code
+    (expected,) = outputs_of(stage.variant(code, "right"), seed, ["forward"])
+    old, new = (FAULTS if name == "11_hopper" else SPLIT_FAULTS)[fault]
+    assert old in code
     try:
-        outputs = outputs_of(stage.variant(stage.code.replace(old, new), "faulty"), seed)
+        outputs = outputs_of(stage.variant(code.replace(old, new), "faulty"), seed)
     except RuntimeError:
         return
     assert not all(torch.equal(out, expected) for out in outputs)

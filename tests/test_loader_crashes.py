@@ -80,7 +80,7 @@ def test_killed_at_any_step_the_next_load_works(tmp_path, cache, seed):
         assert Child(_killed_at, step, source).exit_code() == -signal.SIGKILL, step
         start = time.monotonic()
         assert in_child(factor_of, source) == 3, step
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 30
 
 
 def _forget(cache: Path, source: Path) -> None:
@@ -107,7 +107,7 @@ def test_killed_while_the_compiler_works(tmp_path, cache, phase, monkeypatch):
     script.write_text('#!/bin/bash\nexec c++ "$@"\n')
     start = time.monotonic()
     assert in_child(factor_of, source, env={"CXX": str(script)}) == 3
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     end_orphans(cache)
 
 
@@ -163,7 +163,7 @@ def test_a_holder_of_the_lock_that_dies_does_not_block(tmp_path, cache):
     time.sleep(0.5)
     assert not waiting.pipe.poll(), "it did not wait for the other's build"
     os.kill(holder.pid, signal.SIGKILL)
-    assert waiting.result(timeout=5) == 3
+    assert waiting.result(timeout=30) == 3
     end_orphans(cache)
 
 
@@ -189,7 +189,7 @@ def test_an_interrupt_ends_the_compiler_and_leaves_nothing(tmp_path, cache, back
     child = Child(_interrupted, source, backend)
     wait_for(lambda: program in working_in(cache))
     os.kill(child.pid, signal.SIGINT)
-    assert child.result(timeout=10) == ([], [])
+    assert child.result(timeout=30) == ([], [])
     assert working_in(cache) == []
 
 
@@ -217,6 +217,6 @@ def test_an_interrupt_ends_all_compilers_of_prebuild(tmp_path, cache):
     child = Child(_prebuild_interrupted, source, env={"CXX": str(compiler)})
     wait_for(lambda: compilations(compiler) >= min(2, os.cpu_count()))
     os.kill(child.pid, signal.SIGINT)
-    assert child.result(timeout=10) == ([], [])
+    assert child.result(timeout=30) == ([], [])
     assert compilations(compiler) <= os.cpu_count()
     assert in_child(factor_of, source) == 3

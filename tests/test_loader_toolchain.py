@@ -65,7 +65,8 @@ def test_without_nvcc(bare_path):
 def test_without_cudas_headers_the_cpu_has_none_either(bare_path):
     (bare_path / "c++").symlink_to(shutil.which("c++"))
     env = {"PATH": str(bare_path), "CUDA_HOME": None, "CONDA_PREFIX": None}
-    error, _ = in_child(_attempt, ("pip", "usual"), "cpu", env=env)
+    error, parts = in_child(_attempt, ("pip", "usual"), "cpu", env=env)
+    assert parts == ["CUDA headers"]
     assert error == "CUDA's headers were not found; pip install 'cuda-toolkit[nvcc,cccl]'"
 
 
@@ -237,7 +238,8 @@ def test_a_full_report_names_everything(tmp_path):
     (tmp_path / "cache").write_text("in the way")
     findings = jit_loader.toolchain_report()
     parts = [finding.part for finding in findings]
-    assert parts == ["C++ compiler", "ninja", "nvcc", "cuobjdump", "nvdisasm", "GPU", "torch", "cache"]
+    tools = ["C++ compiler", "ninja", "nvcc", "CUDA headers", "cuobjdump", "nvdisasm"]
+    assert parts == [*tools, "GPU", "torch", "cache"]
     assert [finding.part for finding in findings if finding.advice] == ["cache"]
     assert findings[-1].found == "not usable" and "FOLDFUSE_CACHE" in findings[-1].advice
 
@@ -261,5 +263,5 @@ def test_the_cpu_needs_no_nvcc(tmp_path):
     """The headers that come with torch's own packages are enough."""
     toolkit = tmp_path / "headers only"
     toolkit.mkdir()
-    (toolkit / "include").symlink_to(jit_loader._cuda_headers())
+    (toolkit / "include").symlink_to(jit_loader._cuda_headers()[0])
     assert in_child(factor_of, write_scale(tmp_path), env={"CUDA_HOME": str(toolkit)}) == 3

@@ -17,8 +17,8 @@ from torch import nn
 
 from kernels_src import MSA_COLUMN_ATTENTION as ATTENTION
 from kernels_src import OUTER_PRODUCT_MEAN as OPM
-from workbench import counters, notebook, own, precision, results, session, timeline, variants
-from workbench.check import check
+from workbench import counters, notebook, own, precision, results, session, sweep, timeline, variants
+from workbench.check import Check, check
 from workbench.reading import reading
 from workbench.sweep import most_warps
 from workbench.traffic import totals, traffic_of
@@ -161,6 +161,69 @@ def test_a_sweep_checks_every_size():
 def test_most_warps(threads: int, registers: int, warps: int):
     """By hand: 65,536 registers in units of 256 a warp, 64 warps, 32 blocks."""
     assert most_warps(threads, registers) == warps
+
+
+# With a GPU: what is timed is made up here, all else is as it is
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """A GPU on which each stage takes the time, in µs, that a test gives it here."""
+    us: dict[str, float] = {}
+
+    def measure(group, ceilings, *, baselines, **options):
+        names = [*(["eager"] if baselines else []), *(stage.name for stage in group.stages)]
+        return [row(name, us[name], shape=group.shape, dtype=group.dtype) for name in names]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Here")
+    monkeypatch.setattr(session, "ceilings", lambda: None)
+    monkeypatch.setattr(session, "folder", lambda: None)
+    monkeypatch.setattr(session.bench, "measure", measure)
+    return us
+
+
+@pytest.mark.parametrize(
+    ("us", "words"),
+    [(40, "**20.0 % faster**"), (60, "**20.0 % slower**"), (50.5, "by less than the spread (+1.0 %)")],
+)
+def test_verdict_on_a_variants_time(shell, timed, monkeypatch, us: float, words: str):
+    variant = FIRST.variant(edited("kThreads = 256", "kThreads = 128"), "mine")
+    passed = Check(ATTENTION.name, "mine", "seed", "random", 0, 1e-7, 1e-7, 1e-7, 1e-6, True, "")
+    kernel = {"kernel": ["k"], "registers": [40], "shared_bytes": [0], "spill_stores": [0]}
+    monkeypatch.setattr(variants, "check", lambda *arguments: [passed])
+    monkeypatch.setattr(variants.views, "resources", lambda *arguments: pd.DataFrame(kernel))
+    timed.update({FIRST.name: 50, "mine": us})
+    with capture_output() as captured:
+        variants.try_variant(ATTENTION, variant)
+    text = shown(captured)
+    assert words in text
+    assert f"{100 * (us / 50 - 1):+.1f} %" in text and f"50 µs ({0.99 * 50:.3g} to {1.01 * 50:.3g})" in text
+    assert "mine" in set(session.rows_of(ATTENTION).stage)
+
+
+def test_time_measures_a_stage_beside_the_one_it_builds_on(timed):
+    second = ATTENTION.stages[1]
+    timed.update({FIRST.name: 50, second.name: 44})
+    text = notebook.time(ATTENTION, second.number).data
+    assert "44 µs for the operator's kernels" in text and f"`{FIRST.name}`" in text
+    assert "measured in this session on NVIDIA Here: all" in text
+
+
+def test_a_sweep_is_plotted_with_its_occupancy():
+    times = {"p20_us": [9.0, 5.0], "p50_us": [10.0, 5.5], "p80_us": [11.0, 6.0]}
+    table = pd.DataFrame({"occupancy": ["50%", "100%"], **times}, index=[128, 256])
+    (axes,) = sweep.draw(table, "title", "caption").axes
+    assert [text.get_text() for text in axes.texts] == ["10 µs\noccupancy ≤ 50%", "5.5 µs\noccupancy ≤ 100%"]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["128", "256"]
+
+
+def test_measure_times_stages_and_pytorch(timed):
+    timed.update({"eager": 700, **{stage.name: 10 for stage in ATTENTION.stages}})
+    notebook.measure(ATTENTION)
+    rows = session.rows_of(ATTENTION)
+    assert set(rows.stage) == set(timed)
+    assert set(rows[rows.stage == "eager"].dtype) == {"fp32", "bf16"}
 
 
 # Results

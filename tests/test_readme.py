@@ -44,6 +44,16 @@ def test_workbench_command_as_written(command: str):
     assert done.stdout.strip()
 
 
+def test_python_as_written():
+    """Each Python block runs by itself and leaves a result without NaN."""
+    blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        names: dict[str, object] = {}
+        exec(block, names)
+        assert names["out"].isfinite().all()
+
+
 def run(command: str) -> subprocess.CompletedProcess:
     """Run a line in a shell, in the repository's root, with this Python as `python`."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -32,6 +32,7 @@ from workbench.picture import Picture
 from workbench.problem import CASES, pose
 from workbench.results import is_baseline
 from workbench.sweep import block_sizes
+from workbench.sweep import draw as draw_sweep
 from workbench.variants import try_variant
 
 __all__ = [
@@ -63,7 +64,7 @@ __all__ = [
 ]
 
 Name = str | int  # a stage's number or file name, or a variant's name
-CASES_ON_CPU = ("random", "masked column")
+CASES_ON_CPU = ("masked column",)
 PEERS = ("eager", "eager_graph", "compile_max_autotune", "library_chain")  # shown beside a stage's time
 
 
@@ -115,7 +116,7 @@ def check(
 ) -> pd.DataFrame | Markdown:
     """Check a stage case by case on this machine. Raises AssertionError when a case fails.
 
-    `cases` are all unless they are named, but half of them on the CPU, where a case takes seconds and runs in
+    `cases` are all unless they are named, but one of them on the CPU, where a case takes seconds and runs in
     three orders of threads; `python -m workbench check` runs all.
     """
     one = session.find(operator, stage)
@@ -203,8 +204,13 @@ def tweak(operator: Operator, stage: Name, old: str, new: str, name: str) -> Non
 
 
 def sweep(operator: Operator, stage: Name, sizes: Sequence[int], shape: str = "seed") -> pd.DataFrame:
-    """A stage at several numbers of threads a block: occupancy and, with a GPU, time."""
-    return block_sizes(operator, operator.stage(stage), sizes, shape)
+    """A stage at several numbers of threads a block: occupancy and, with a GPU, time, plotted above."""
+    one = operator.stage(stage)
+    table = block_sizes(operator, one, sizes, shape)
+    if "p50_us" in table:
+        caption = f"measured in this session on {torch.cuda.get_device_name()}"
+        display(Picture(draw_sweep(table, f"{operator.title}, {one.name}: {shape}", caption), table, caption))
+    return table
 
 
 def errors(operator: Operator, shape: str = "seed") -> pd.DataFrame:
@@ -252,7 +258,9 @@ def predicted(stage: Stage) -> str:
     """What a stage's header predicts, in the words after "Predicts"."""
     header = re.match(r"(?://.*\n)+", stage.code)
     text = " ".join(line.removeprefix("//").strip() for line in header[0].splitlines()) if header else ""
-    said = re.search(r"\bPredicts:? (.*?)(?=\s(?:Bytes|Operations|Shapes|Shared memory)\b[^.]{0,30}:|$)", text)
+    said = re.search(
+        r"\bPredicts:? (.*?)(?=\s(?:Bytes|Operations|Shapes|Shared memory)\b[^.]{0,30}:|$)", text
+    )
     return said[1] if said else "nothing."
 
 

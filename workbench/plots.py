@@ -67,7 +67,7 @@ def caption_of(runs: Iterable[Mapping[str, Any]]) -> str:
 def time_by_stage(rows: pd.DataFrame, title: str = "", caption: str = "") -> Figure:
     """Kernel time (p20, p50, p80) and call time of each stage and baseline, at one shape and dtype."""
     rows = in_order(rows)
-    with _figure(caption, height=0.9 + 0.27 * len(rows)) as figure:
+    with styled_figure(caption, height=0.9 + 0.27 * len(rows)) as figure:
         axes = figure.add_subplot(title=title, xlabel="time for one call (log scale; left is faster)")
         for place, (_, row) in enumerate(rows.iterrows()):
             _time_of(axes, place, row)
@@ -88,7 +88,7 @@ def roofline(rows: pd.DataFrame, operator: Operator, ceilings: Ceilings, caption
         for _, row in stages.iterrows()
     ]
     colours = dict(zip(operator.shapes, SHAPE_COLOURS * len(operator.shapes), strict=False))
-    with _figure(caption, height=4.8) as figure:
+    with styled_figure(caption, height=4.8) as figure:
         axes = figure.add_subplot(
             title=f"{operator.title}: roofline",
             xlabel="arithmetic intensity (operations a byte, if inputs and outputs move once; log scale)",
@@ -106,7 +106,7 @@ def by_shape(rows: pd.DataFrame, operator: Operator, caption: str = "") -> Figur
     """Time and peak memory at each shape: the fastest stage of each dtype beside the fastest baselines."""
     rows = rows[~rows.stage.str.endswith(IGNORES_MASK)]
     shapes = [name for name in operator.shapes if name in set(rows["shape"])]
-    with _figure(caption, height=3.8) as figure:
+    with styled_figure(caption, height=3.8) as figure:
         time, memory = figure.subplots(1, 2)
         for line in _lines_by_shape(rows, shapes):
             look = {key: line[key] for key in ("color", "markerfacecolor", "label")}
@@ -130,7 +130,7 @@ def error_by_precision(rows: pd.DataFrame, title: str = "", caption: str = "") -
         ["dtype", "stage"],
         key=lambda names: names.map(stage_rank) if names.name == "stage" else names != "fp32",
     )
-    with _figure(caption, height=1.0 + 0.2 * len(rows)) as figure:
+    with styled_figure(caption, height=1.0 + 0.2 * len(rows)) as figure:
         error, time = figure.subplots(1, 2, sharey=True)
         for place, (_, row) in enumerate(rows.iterrows()):
             face = "white" if is_baseline(row.stage) else COLOURS[row.precision]
@@ -154,7 +154,7 @@ def resources_by_stage(resources: pd.DataFrame, title: str = "", caption: str = 
     }
     if resources.spill_stores.any():
         panels["spilled (bytes a thread)"] = resources.spill_stores
-    with _figure(caption, height=1.1 + 0.2 * len(resources)) as figure:
+    with styled_figure(caption, height=1.1 + 0.2 * len(resources)) as figure:
         columns = figure.subplots(1, len(panels), sharey=True)
         for axes, (label, values) in zip(columns, panels.items(), strict=True):
             axes.barh(range(len(names)), values, color=COLOURS["fp32"], height=0.65)
@@ -198,7 +198,7 @@ def memory_text(mib: float) -> str:
 
 
 @contextmanager
-def _figure(caption: str, height: float) -> Iterator[Figure]:
+def styled_figure(caption: str, height: float) -> Iterator[Figure]:
     """A figure in the project's style, with its caption below. Not registered with pyplot: nothing leaks."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, height + 0.25), layout="constrained")

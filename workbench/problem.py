@@ -26,6 +26,8 @@ CASES = {
 LARGE = 16
 MANY_OPERATIONS = 10**12  # beyond this the answer is known for some residues only
 SOME_RESIDUES = 64
+FEW = 2**18  # elements; the largest error of fewer is a matter of luck …
+DRAWS = 5  # … so that eager's is taken over as many random inputs
 
 
 class Limit(NamedTuple):
@@ -63,8 +65,7 @@ class Problem:
     mask: Tensor
     residues: Tensor | None  # those whose answer is known; None: all
     answer: Tensor  # float64
-    eager_error: float  # the largest of eager PyTorch in the limit's dtype
-    eager_is_close: bool  # whether `factor` times its error is within absolute + relative · |answer|
+    eager_error: float  # the largest of eager PyTorch in the limit's dtype, here and for like inputs
 
     @property
     def limit(self) -> Limit:
@@ -98,22 +99,18 @@ def pose(
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     module = module or operator.module(shape, seed, device=device, dtype=dtype)
-    msa, mask = operator.inputs(shape, seed, device=device, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
-    mask = _mask(case, mask, generator)
-    if case == "large":
+    if case == "large" and hasattr(module, "layer_norm"):
         module = copy.deepcopy(module)
-        if hasattr(module, "layer_norm"):
-            module.layer_norm.weight.data *= LARGE
-        else:
-            msa = LARGE * msa
+        module.layer_norm.weight.data *= LARGE
+    generator = torch.Generator().manual_seed(seed)
+    msa, mask = _inputs(operator, shape, case, module, generator, seed, device=device, dtype=dtype)
     limit = LIMITS[precision]
     residues = _residues_to_know(operator, shape, mask, generator)
     while True:
-        some = _take(msa, residues, (2,)), _take(mask, residues, (2,))
         try:
-            answer = reference_output(module, *some, torch.float64)
-            eager = reference_output(module, *some, limit.eager)
+            answer, error = _answer_and_error(
+                module, limit, _take(msa, residues, (2,)), _take(mask, residues, (2,))
+            )
             break
         except torch.OutOfMemoryError:
             count = shape.N if residues is None else len(residues)
@@ -121,11 +118,34 @@ def pose(
                 raise
             residues = _random_residues(mask, count // 2, generator)
             torch.cuda.empty_cache()
-    error = (eager.double() - answer).abs().nan_to_num(nan=0.0, posinf=float("inf"))
-    is_close = bool((limit.factor * error <= limit.allowed(answer)).all())
-    return Problem(
-        operator, shape, case, precision, seed, module, msa, mask, residues, answer, largest(error), is_close
-    )
+    errors = [largest(error)]
+    for draw in range(1, DRAWS if answer.numel() < FEW else 1):
+        others = _inputs(operator, shape, case, module, generator, seed + draw, device=device, dtype=dtype)
+        errors.append(largest(_answer_and_error(module, limit, *others)[1]))
+    return Problem(operator, shape, case, precision, seed, module, msa, mask, residues, answer, max(errors))
+
+
+def _inputs(
+    operator: Operator,
+    shape: Any,
+    case: str,
+    module: nn.Module,
+    generator: torch.Generator,
+    seed: int,
+    **device_and_dtype: Any,
+) -> tuple[Tensor, Tensor]:
+    """A case's msa and mask."""
+    msa, mask = operator.inputs(shape, seed, **device_and_dtype)
+    if case == "large" and not hasattr(module, "layer_norm"):
+        msa *= LARGE  # nothing takes its scale out again
+    return msa, _mask(case, mask, generator)
+
+
+def _answer_and_error(module: nn.Module, limit: Limit, msa: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The answer, and the error of eager PyTorch against it; 0 where both are NaN."""
+    answer = reference_output(module, msa, mask, torch.float64)
+    eager = reference_output(module, msa, mask, limit.eager)
+    return answer, (eager.double() - answer).abs().nan_to_num(nan=0.0, posinf=float("inf"))
 
 
 def reference_output(module: nn.Module, msa: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:

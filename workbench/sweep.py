@@ -8,9 +8,10 @@ from typing import Any
 
 import pandas as pd
 import torch
+from matplotlib.figure import Figure
 
 from kernels_src.operator import Operator, Stage
-from workbench import session, views
+from workbench import plots, session, views
 from workbench.check import check
 
 WARP = 32
@@ -45,6 +46,23 @@ def block_sizes(operator: Operator, stage: Stage, sizes: Sequence[int], shape: s
         for column in ("p20_us", "p50_us", "p80_us"):
             table[column] = [rows[column][variant.name] for variant in variants]
     return table.set_index("threads a block")
+
+
+def draw(table: pd.DataFrame, title: str, caption: str) -> Figure:
+    """Time (p20, p50, p80) against threads a block, each with its occupancy."""
+    with plots.styled_figure(caption, height=2.6) as figure:
+        axes = figure.add_subplot(title=title, xlabel="threads a block", ylabel="kernel time (µs)")
+        spread = [table.p50_us - table.p20_us, table.p80_us - table.p50_us]
+        places = range(len(table))
+        axes.errorbar(
+            places, table.p50_us, spread, fmt="o-", color=plots.COLOURS["fp32"], capsize=3, linewidth=1
+        )
+        for place, (us, occupancy) in enumerate(zip(table.p50_us, table.occupancy, strict=True)):
+            axes.annotate(f"{plots.time_text(us)}\noccupancy ≤ {occupancy}", (place, us), xytext=(8, 4),
+                          textcoords="offset points", fontsize=7)  # fmt: skip
+        axes.set_xticks(places, [str(threads) for threads in table.index])
+        axes.set(xlim=(-0.3, len(table) - 0.3), ylim=(0, 1.3 * table.p80_us.max()))
+    return figure
 
 
 def most_warps(threads: int, registers: int) -> int:

@@ -32,7 +32,7 @@ def kernels_of(call: Callable[[], object]) -> pd.DataFrame:
 
 def draw(kernels: dict[str, pd.DataFrame], title: str, caption: str = "") -> Figure:
     """One row of bars for each call; gaps are time in which the GPU waits for the host to launch."""
-    with plots._figure(caption, height=0.8 + 0.45 * len(kernels)) as figure:
+    with plots.styled_figure(caption, height=0.8 + 0.45 * len(kernels)) as figure:
         axes = figure.add_subplot(title=title, xlabel="time (µs)")
         end = max(float((rows.start_us + rows.duration_us).max()) for rows in kernels.values())
         for place, rows in enumerate(kernels.values()):
@@ -40,11 +40,12 @@ def draw(kernels: dict[str, pd.DataFrame], title: str, caption: str = "") -> Fig
             axes.broken_barh(bars, (place - 0.3, 0.6), facecolor=plots.COLOURS["fp32"], edgecolor="white",
                              linewidth=0.4)  # fmt: skip
             last = float((rows.start_us + rows.duration_us).max())
-            text = f"{len(rows)} kernel{'s' if len(rows) > 1 else ''}, busy for {plots.time_text(rows.duration_us.sum())}"
+            count = "1 kernel" if len(rows) == 1 else f"{len(rows)} kernels"
+            text = f"{count}, busy for {plots.time_text(rows.duration_us.sum())}"
             axes.annotate(
                 text, (last, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8
             )
         axes.set_yticks(range(len(kernels)), list(kernels))
-        axes.set(ylim=(len(kernels) - 0.4, -0.6), xlim=(0, 1.3 * end))
+        axes.set(ylim=(len(kernels) - 0.4, -0.6), xlim=(0, 1.45 * end))
         axes.grid(axis="y", visible=False)
     return figure

@@ -152,10 +152,9 @@ def _highlighted(code: str) -> list[str]:
     from pygments.lexers import CudaLexer
 
     lexer = CudaLexer(stripnl=False)  # adds the newline without which it knows no comment
-    return [
-        highlight(line, lexer, HtmlFormatter(nowrap=True)).rstrip("\n") or "&nbsp;"
-        for line in code.splitlines()
-    ]
+    lines = (highlight(line, lexer, HtmlFormatter(nowrap=True)).rstrip("\n") for line in code.splitlines())
+    # Spaces, names and punctuation have no colour of their own; their tags are most of the text.
+    return [re.sub(r'<span class="[wnp]">([^<]*)</span>', r"\1", line) or "&nbsp;" for line in lines]
 
 
 def _highlight_css() -> str:

@@ -192,6 +192,10 @@ struct BarrierState {
 }  // namespace cpu
 
 inline int multiprocessors() { return 4; }  // few, so that small shapes give a block several tiles
+template <typename Kernel>
+int resident_clusters(Kernel, int blocks, int, size_t) {
+    return multiprocessors() / blocks;
+}
 
 inline uint64_t wgmma_operand(const void* start, uint32_t k_stride, uint32_t mn_stride,
                               cpu::Site site = cpu::Site::here()) {
@@ -207,11 +211,17 @@ inline uint64_t wgmma_operand(const void* start, uint32_t k_stride, uint32_t mn_
     return address >> 4 | uint64_t(k_stride >> 4) << 16 | uint64_t(mn_stride >> 4) << 32;
 }
 
+inline uint64_t wgmma_advance(uint64_t operand, int bytes) { return operand + (bytes >> 4); }
+
 inline void wgmma_fence() {}
 inline void wgmma_commit() { cpu::products_of_thread().commit(); }
 template <int kPending>
 void wgmma_wait() {
     cpu::products_of_thread().finish_all_but(kPending);
+}
+template <int kPending, int kLength>
+void wgmma_wait(float (&)[kLength]) {
+    wgmma_wait<kPending>();
 }
 
 template <typename T, Major kMajorA, Major kMajorB, int kCount>
@@ -301,6 +311,8 @@ inline void copy_bulk_multicast(void* shared, const void* global, uint32_t bytes
     cpu::bulk_copy(shared, global, bytes, barrier, blocks, "copy_bulk_multicast", site);
 }
 inline void fence_async_proxy() {}
+inline void next_kernel_may_start() {}
+inline void wait_for_previous_kernel() {}
 
 inline uint32_t cluster_rank() { return cpu::current_block->rank; }
 inline void cluster_sync(cpu::Site site = cpu::Site::here()) {

@@ -91,6 +91,8 @@ struct Launch {
     dim3 blocks, threads, cluster;
     size_t shared_bytes;
 
+    Launch early(bool = true) const { return *this; }  // the kernel before has always ended
+
     cudaError_t operator()(Parameters... arguments) const {
         auto bound = [&] { kernel(arguments...); };
         Grid grid{blocks, threads, cluster, 0, shared_bytes, nullptr, &bound, schedule, {}};

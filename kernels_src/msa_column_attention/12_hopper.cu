@@ -4,10 +4,10 @@
 // two warpgroups multiply, one warp streams the weights, two blocks of a cluster share them. Core:
 // persistent blocks of 256 queries; one warp runs ahead with K and V, four warpgroups multiply, P
 // in registers, V and the mask being one operand. A warp whose Σ leaves 2^±60 repeats its 16 rows.
-// Bytes and operations as in 11; weights, K and V leave L2 half as often. Predicts: af2 165 + 190 +
-// 60 µs, where mma.sync was the core's bound; extra 75 + 640 + 35 µs, where instructions an element
-// are, and wgmma's descriptors cost what ldmatrix did. Shapes: any B, S, N; D = 64, 128, 192, 256;
-// d = 8, 16, 32, 64.
+// Bytes and operations as in 11; weights, K and V leave L2 half as often. Predicts: af2 240 + 230 +
+// 85 µs, the core's 180 instructions a warp and 64 keys being its bound (150 µs), with tensor cores
+// and special functions close behind; extra 75 + 800 + 35 µs. Shapes: any B, S, N; D = 64, 128,
+// 192, 256; d = 8, 16, 32, 64.
 #include "msa_column_attention/wgmma_projections.cuh"
 
 #ifndef POLYNOMIALS  // so many of 8 exponentials go to the FMA units
@@ -25,6 +25,7 @@ constexpr int kKeys = 128;                                   // in a stage of th
 constexpr int kPieceBytes = kKeys * kRowBytes;               // one chunk of the keys
 constexpr int kTileBytes = (2 * kChunks + 1) * kPieceBytes;  // K, V and the mask
 constexpr int kTiles = kChannels < 64 ? 6 : 4;
+constexpr int kStep = 32;                  // keys multiplied at once
 constexpr int kSteps = (kChunks + 1) / 2;  // of 16 channels
 
 // One head of one column, as the core sees it: pointers to its first chunk, `padded` rows long.
@@ -41,6 +42,8 @@ __device__ Head head_of(bf16* projected, const bf16* key_mask, int columns, int 
         query, query + matrix, query + 2 * matrix, query + 3 * matrix, key_mask + index / H * piece,
         piece};
 }
+
+__device__ uint32_t load_pair(const bf16* from) { return *reinterpret_cast<const uint32_t*>(from); }
 
 // The loading warp of the core: for each item the keys, tile by tile.
 __device__ void load_keys(bf16* projected, const bf16* key_mask, unsigned char* ring, Barrier* full,
@@ -65,9 +68,9 @@ __device__ void load_keys(bf16* projected, const bf16* key_mask, unsigned char* 
 }
 
 // p = 2^score, 16 keys after the other as wgmma takes A
-__device__ void exponentiate(const float (&score)[32], uint32_t (&p)[4][4]) {
+__device__ void exponentiate(const float (&score)[kStep / 2], uint32_t (&p)[kStep / 16][4]) {
 #pragma unroll
-    for (int i = 0; i < 32; i += 2) {
+    for (int i = 0; i < kStep / 2; i += 2) {
         float e[2];
         for (int j = 0; j < 2; ++j) {
             const bool polynomial = (i + j) * POLYNOMIALS % 8 < POLYNOMIALS;
@@ -77,41 +80,49 @@ __device__ void exponentiate(const float (&score)[32], uint32_t (&p)[4][4]) {
     }
 }
 
-// A warpgroup's 64 queries: sums = Σ_t 2^(score_t) [v_t, mask_t] over all keys.
+// A warpgroup's 64 queries: sums = Σ_t 2^(score_t) [v_t, mask_t] over all keys, kStep at a time.
+// While a step's scores become weights, tensor cores make the next one's and sum the last one's: a
+// group of wgmma is weights · V of one step and the scores of the second next.
 __device__ void attend(const unsigned char* ring, Barrier* full, Barrier* empty,
-                       Place<kTiles>& place, int S, bool active, const uint32_t (&query)[kSteps][4],
+                       Place<kTiles>& place, int tiles, const uint32_t (&query)[kSteps][4],
                        float (&sums)[4 * (kChunks + 1)]) {
+    // d 8: wgmma's second chunk is the first again, where the query is 0
+    const uint64_t keys = wgmma_operand(ring, kChunks == 1 ? 0 : kPieceBytes, 128);
+    const uint64_t values = wgmma_operand(ring + kChunks * kPieceBytes, 128, kPieceBytes);
     const bool leader = threadIdx.x % kWarpSize == 0;
+    float score[2][kStep / 2];
+    uint32_t p[2][kStep / 16][4];
+    const auto multiply = [&](float (&to)[kStep / 2], int stage, int t) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {  // addresses in an operand count 16 bytes
+            const int offset = stage * kTileBytes + 2 * step * kPieceBytes + t * kRowBytes;
+            wgmma<bf16, Major::K>(to, query[step], keys + offset / 16, step > 0);
+        }
+    };
     for (int i = 0; i < 4 * (kChunks + 1); ++i) sums[i] = 0;
-    for (int first = 0; first < S; first += kKeys, place.advance()) {
-        const unsigned char* tile = ring + place.stage * kTileBytes;
-        // d 8: wgmma's second chunk is the first again, where the query is 0
-        const uint64_t key = wgmma_operand(tile, kChunks == 1 ? 0 : kPieceBytes, 128);
-        const uint64_t value = wgmma_operand(tile + kChunks * kPieceBytes, 128, kPieceBytes);
+    for (int tile = 0; tile < tiles; ++tile, place.advance()) {
         barrier_wait(full + place.stage, place.parity);
+        wgmma_fence();
 #pragma unroll
-        for (int t = 0; t < kKeys; t += 64) {
-            if (!active || first + t >= S) break;
-            float score[32];
-            uint32_t p[4][4];
-            wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) {  // addresses in an operand count 16 bytes
-                wgmma<bf16, Major::K>(score, query[step],
-                                      key + (2 * step * kPieceBytes + t * kRowBytes) / 16,
-                                      step > 0);
-            }
-            wgmma_commit();
-            wgmma_wait<0>();
-            exponentiate(score, p);
-            wgmma_fence();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                wgmma<bf16, Major::MN>(sums, p[i], value + (t + 16 * i) * kRowBytes / 16, true);
-            }
+        for (int i = 0; i < 2; ++i) {
+            multiply(score[i], place.stage, i * kStep);
             wgmma_commit();
         }
-        wgmma_wait<0>();
+#pragma unroll
+        for (int t = 0; t < kKeys; t += kStep) {
+            const int buffer = t / kStep % 2;
+            wgmma_wait<1>(score[buffer]);
+            exponentiate(score[buffer], p[buffer]);
+            wgmma_fence();
+#pragma unroll
+            for (int i = 0; i < kStep / 16; ++i) {
+                const int offset = place.stage * kTileBytes + (t + 16 * i) * kRowBytes;
+                wgmma<bf16, Major::MN>(sums, p[buffer][i], values + offset / 16, true);
+            }
+            if (t + 2 * kStep < kKeys) multiply(score[buffer], place.stage, t + 2 * kStep);
+            wgmma_commit();
+        }
+        wgmma_wait<0>(sums);
         if (leader) barrier_arrive(empty + place.stage);
     }
 }
@@ -128,8 +139,7 @@ __device__ void attend_again(const Head& head, int S, const uint32_t (&query)[kS
             for (int c = 0; c < kChunks; ++c) {
                 const bf16* key = head.key + c * head.piece + (first + 8 * j + row) * 8 + pair;
                 const uint32_t (&q)[4] = query[c / 2];
-                mma_m16n8k8_bf16(score[j], {q[c % 2 * 2], q[c % 2 * 2 + 1]},
-                                 *reinterpret_cast<const uint32_t*>(key));
+                mma_m16n8k8_bf16(score[j], {q[c % 2 * 2], q[c % 2 * 2 + 1]}, load_pair(key));
             }
         }
         bool keep[4];
@@ -161,7 +171,7 @@ __global__ void __launch_bounds__(kCoreThreads, 1)
     DYNAMIC_SHARED(unsigned char, ring);
     SHARED(Barrier, full, [kTiles]);
     SHARED(Barrier, empty, [kTiles]);
-    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int warp = uniform_warp(), lane = threadIdx.x % kWarpSize;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < kTiles; ++stage) {
             barrier_init(full + stage, 1);
@@ -179,21 +189,23 @@ __global__ void __launch_bounds__(kCoreThreads, 1)
     }
     registers_increase<kCoreRegisters>();
     const int blocks = ceil_div(S, kQueries), padded = padded_rows(S);
+    const int at = lane / 4 * 8 + lane % 4 * 2;
     Place<kTiles> place;
+    uint32_t query[kSteps][4] = {};
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const Head head = head_of(projected, key_mask, columns, padded, item / blocks);
         const int row0 = item % blocks * kQueries + warp * 16;  // the warp's first
-        const int at = (row0 + lane / 4) * 8 + lane % 4 * 2;
-        uint32_t query[kSteps][4];
+        // pair i of 8 · kChunks of a row
+        const auto offset = [&](int i) { return i / 2 * head.piece + row0 * 8 + at + i % 2 * 64; };
+        uint32_t gate[2 * kChunks];
 #pragma unroll
-        for (int i = 0; i < 4 * kSteps; ++i) {
-            const int chunk = i / 4 * 2 + i % 4 / 2;
-            const bf16* pair = head.query + chunk * head.piece + at + i % 2 * 64;
-            const bool real = chunk < kChunks && row0 < S;
-            query[i / 4][i % 4] = real ? *reinterpret_cast<const uint32_t*>(pair) : 0;
+        for (int i = 0; i < 4 * kChunks; ++i) {  // all loads at once: they come from DRAM
+            const bf16* from = i < 2 * kChunks ? head.query : head.gate;
+            uint32_t& to = i < 2 * kChunks ? query[i / 4][i % 4] : gate[i - 2 * kChunks];
+            to = row0 < S ? load_pair(from + offset(i % (2 * kChunks))) : 0;
         }
         float sums[4 * (kChunks + 1)];
-        attend(ring, full, empty, place, S, row0 / 64 * 64 < S, query, sums);
+        attend(ring, full, empty, place, ceil_div(S, kKeys), query, sums);
         if (row0 >= S) continue;
         bool fine = true;
         for (int half = 0; half < 2; ++half) {
@@ -201,15 +213,14 @@ __global__ void __launch_bounds__(kCoreThreads, 1)
             fine &= total > 0x1p-60f && total < 0x1p60f;
         }
         if (!__all_sync(kFullMask, fine)) attend_again(head, S, query, sums);
+        const float inverse[2] = {__fdividef(1, sums[4 * kChunks]),  // no keys: 0 · ∞ is NaN
+                                  __fdividef(1, sums[4 * kChunks + 2])};
 #pragma unroll
         for (int i = 0; i < 2 * kChunks; ++i) {
-            const int half = i % 2, c = i / 2;
-            const int64_t place = c * head.piece + at + half * 64;
-            const uint32_t gate = *reinterpret_cast<const uint32_t*>(head.gate + place);
-            const float inverse = 1 / sums[4 * kChunks + 2 * half];  // no keys: 0 · ∞ is NaN
-            const float low = sums[4 * c + 2 * half] * inverse * low_half(gate);
-            const float high = sums[4 * c + 2 * half + 1] * inverse * high_half(gate);
-            *reinterpret_cast<uint32_t*>(head.query + place) = pack_bf16(low, high);
+            const int sum = i / 2 * 4 + i % 2 * 2;
+            const float low = sums[sum] * inverse[i % 2] * low_half(gate[i]);
+            const float high = sums[sum + 1] * inverse[i % 2] * high_half(gate[i]);
+            *reinterpret_cast<uint32_t*>(head.query + offset(i)) = pack_bf16(low, high);
         }
     }
 }

@@ -68,13 +68,21 @@ __device__ void load_weights(const bf16* packed, unsigned char* ring, Barrier* f
             copy_bulk(to, from, kShare, arrived);
         }
     }
+    for (int i = 0; i < kSlabs; ++i, place.advance()) {  // others still arrive here until then
+        barrier_wait(empty + place.stage, place.parity ^ 1);
+    }
 }
 
+// The index of the caller's warp, known to be the same for all lanes: what depends on it, wgmma's
+// operands among it, then stays in uniform registers.
+__device__ int uniform_warp() { return __shfl_sync(kFullMask, threadIdx.x / kWarpSize, 0); }
+
 // A warp has read a stage: tell the blocks that copy into it.
-__device__ void release_weights(Barrier* empty, int stage) {
+__device__ void release_weights(Barrier* empty, Place<kSlabs>& read) {
     const int lane = threadIdx.x % kWarpSize;
-    if (CLUSTER == 1 && lane == 0) barrier_arrive(empty + stage);
-    if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_remote(empty + stage, lane);
+    if (CLUSTER == 1 && lane == 0) barrier_arrive(empty + read.stage);
+    if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_remote(empty + read.stage, lane);
+    read.advance();
 }
 
 // A multiplying warp: finish(matrix, row, output, y) for its rows of x · weightsᵀ and 8
@@ -82,29 +90,29 @@ __device__ void release_weights(Barrier* empty, int stage) {
 template <int kMatrices, typename Finish>
 __device__ void multiply(const unsigned char* x, const unsigned char* ring, Barrier* full,
                          Barrier* empty, Finish finish) {
-    const int group = threadIdx.x / 128, lane = threadIdx.x % kWarpSize;
-    const int row0 = threadIdx.x / kWarpSize * 16 + lane / 4;
-    const unsigned char* rows = x + group * 64 * kRowBytes;
-    Place<kSlabs> place;
+    const int warp = uniform_warp(), lane = threadIdx.x % kWarpSize, row0 = warp * 16 + lane / 4;
+    const uint64_t rows = wgmma_operand(x + warp / 4 * 64 * kRowBytes, kXStride, 128);
+    const uint64_t weights = wgmma_operand(ring, kOutputs * kRowBytes, 128);
+    Place<kSlabs> place, read;  // the slab that comes, and the one to give back
     for (int pass = 0; pass < kMatrices * kPasses; ++pass) {
         float sum[kOutputs / 2];
+#pragma unroll
         for (int slab = 0; slab < D / kSlab; ++slab, place.advance()) {
-            const unsigned char* weights = ring + place.stage * kSlabBytes;
             barrier_wait(full + place.stage, place.parity);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < kSlab / 8; k += 2) {
+            for (int k = 0; k < kSlab / 8; k += 2) {  // addresses in an operand count 16 bytes
                 wgmma<bf16, Major::K, Major::K>(
-                    sum, wgmma_operand(rows + (slab * (kSlab / 8) + k) * kXStride, kXStride, 128),
-                    wgmma_operand(weights + k * kOutputs * kRowBytes, kOutputs * kRowBytes, 128),
+                    sum, rows + (slab * (kSlab / 8) + k) * kXStride / 16,
+                    weights + (place.stage * kSlabBytes + k * kOutputs * kRowBytes) / 16,
                     slab + k > 0);
             }
             wgmma_commit();
             wgmma_wait<1>();  // the slab before this one
-            if (slab > 0) release_weights(empty, (place.stage + kSlabs - 1) % kSlabs);
+            if (slab > 0) release_weights(empty, read);
         }
         wgmma_wait<0>();
-        release_weights(empty, (place.stage + kSlabs - 1) % kSlabs);
+        release_weights(empty, read);
 #pragma unroll
         for (int i = 0; i < kOutputs / 32; ++i) {
             const int output = pass % kPasses * kOutputs + 32 * i + lane % 4 * 8;
@@ -141,7 +149,7 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
     SHARED(Barrier, empty, [kSlabs]);
     SHARED(float, kept, [kRows]);
     unsigned char* ring = x + D / 8 * kXStride;
-    const int padded = padded_rows(S), blocks = padded / kRows, warp = threadIdx.x / kWarpSize;
+    const int padded = padded_rows(S), blocks = padded / kRows, warp = uniform_warp();
     const int block =
         min(int(blockIdx.x), columns * blocks - 1);  // a cluster's odd one does it again
     const int local = block / blocks, first = block % blocks * kRows;
@@ -151,7 +159,6 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
         if (threadIdx.x % kWarpSize == 0) {
             load_weights(packed, ring, full, empty, 4 * kPasses * (D / kSlab));
         }
-        __syncwarp();
     } else {
         if (threadIdx.x < kRows) {
             const int s = first + threadIdx.x;
@@ -161,9 +168,9 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
             store8(key_mask, int64_t(local) * padded + s, make_uint4(pair, pair, pair, pair));
         }
         const auto place = [](int row, int chunk) { return chunk * (kXStride / kRowBytes) + row; };
-        layer_norm<16, D, D>(msa + ((b * S + first) * N + n) * D, int64_t(N) * (D / 8), warp * 16,
-                             S - first, layer_norm_weight, layer_norm_bias,
-                             reinterpret_cast<bf16*>(x), place);
+        layer_norm<16, D, D>(msa + ((b * S + first) * N + n) * D, int64_t(N) * (D / 8),
+                             threadIdx.x / kWarpSize * 16, S - first, layer_norm_weight,
+                             layer_norm_bias, reinterpret_cast<bf16*>(x), place);
         fence_async_proxy();
         named_barrier(1, kGemmWarps * kWarpSize);
         const float query_scale = kLog2E * rsqrtf(kChannels);
@@ -181,7 +188,6 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
             }
         });
     }
-    if (CLUSTER > 1) cluster_sync();  // others may still copy into this block or arrive here
 }
 
 // out (B, S, N, D) = gated (columns, D / 8, padded, 8) · out_weight + out_bias
@@ -193,7 +199,7 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
     SHARED(Barrier, empty, [kSlabs]);
     SHARED(Barrier, x_full, [1]);
     unsigned char* ring = x + D / 8 * kXStride;
-    const int padded = padded_rows(S), blocks = padded / kRows, warp = threadIdx.x / kWarpSize;
+    const int padded = padded_rows(S), blocks = padded / kRows, warp = uniform_warp();
     const int block =
         min(int(blockIdx.x), columns * blocks - 1);  // a cluster's odd one does it again
     const int local = block / blocks, first = block % blocks * kRows;
@@ -209,7 +215,6 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
             }
             load_weights(packed, ring, full, empty, kPasses * (D / kSlab));
         }
-        __syncwarp();
     } else {
         barrier_wait(x_full, 0);
         multiply<1>(x, ring, full, empty, [&](int, int row, int output, float (&y)[8]) {
@@ -220,5 +225,4 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
             if (s < S) store8(out, ((b * S + s) * N + n) * (D / 8) + output / 8, pack(y));
         });
     }
-    if (CLUSTER > 1) cluster_sync();
 }

@@ -8,78 +8,30 @@
 // at 128 bytes a cycle) and 1,000 without products. Bytes from L2: 512·S + 128 K a tile. Predicts:
 // extra 0.48 ms, 30 µs of it the inputs; af2 0.32 ms; extra_long 1.9 ms. Shapes: any B, S, N, P; C
 // up to 32 (padded to 32), D up to 512.
-#include "hopper.cuh"
 #include "outer_product_mean/bf16_tiles.cuh"
+#include "outer_product_mean/tile_ring.cuh"
 
-#ifndef CLUSTER
-#define CLUSTER 2  // blocks that share b and the weights: 1 or 2
+#ifndef TILES
+#define TILES 1  // neighbours in j that are projected together: 1, or 2 with a ring of 84 KB
 #endif
 
 constexpr int kRowBytes = kTileI * kHidden * kDepth * 2;     // of a in one stage of the ring
 constexpr int kColumnBytes = kTileJ * kHidden * kDepth * 2;  // of b
 constexpr int kStageBytes = kRowBytes + kColumnBytes;
-constexpr int kStages = 192 / kDepth;     // 144 KB
-constexpr int kWeightDepth = 2 * kDepth;  // positions (h, k) in one stage
-constexpr int kWeightBytes = kOutputs * kWeightDepth * 2;
+constexpr int kStages = (TILES == 1 ? 192 : 112) / kDepth;    // 144 KB
+constexpr int kWeightStepBytes = kOutputs * 16 * 2;           // of 16 positions (h, k)
+constexpr int kWeightSteps = kStageBytes / kWeightStepBytes;  // in one stage
+constexpr int kPassBytes = kProduct / 16 * kWeightStepBytes;
 constexpr int kPairBytes = kProduct * kTileJ * 2;       // the outer products of one i and 8 j
 constexpr int kConsumers = 8;                           // warps that multiply; one more loads
 constexpr int kThreads = (kConsumers + 4) * kWarpSize;  // roles go by warpgroups
 static_assert(registers_suffice(4, 40, kConsumers, 232), "they would wait for ever");
 constexpr int kSharedBytes =
-    kStages * kStageBytes + kTileI * kPairBytes + kConsumers * kOutElements * 2;
-
-// The ring's stage that a warp is at; `parity` flips each time around.
-struct Place {
-    int stage = 0, parity = 0;
-    __device__ void advance() {
-        if (++stage == kStages) stage = 0, parity ^= 1;
-    }
-};
-
-// A consumer warp has read the stage: tell the blocks that copy into it.
-__device__ void release(Barrier* empty, int stage) {
-    const int lane = threadIdx.x % kWarpSize;
-    if (lane < CLUSTER) barrier_arrive_remote(empty + stage, lane);
-}
-
-// One thread: for each tile the rows of a and b step by step, then the weights.
-__device__ void load(const Bf16* a, const Bf16* b, const Bf16* weight, unsigned char* ring,
-                     Barrier* full, Barrier* empty, int tiles, int steps, int passes, int tiles_i,
-                     int tiles_j) {
-    const int rank = cluster_rank();
-    constexpr uint16_t kEveryBlock = (1 << CLUSTER) - 1;
-    constexpr int kColumnShare = kColumnBytes / CLUSTER, kWeightShare = kWeightBytes / CLUSTER;
-    Place place;
-    for (int index = blockIdx.x / CLUSTER; index < tiles; index += gridDim.x / CLUSTER) {
-        const Tile tile = tile_of(index, tiles_i, tiles_j);
-        const int64_t tile_a = (tile.batch * tiles_i + tile.i) * CLUSTER + rank;
-        const int64_t tile_b = tile.batch * tiles_j + tile.j;
-        for (int step = 0; step < steps; ++step, place.advance()) {
-            unsigned char* stage = ring + place.stage * kStageBytes;
-            Barrier* arrived = full + place.stage;
-            barrier_wait(empty + place.stage, place.parity ^ 1);
-            barrier_arrive_expect(arrived, kStageBytes);
-            copy_bulk(stage, a + (tile_a * steps + step) * (kRowBytes / 2), kRowBytes, arrived);
-            copy_bulk_multicast(
-                stage + kRowBytes + rank * kColumnShare,
-                b + (tile_b * steps + step) * (kColumnBytes / 2) + rank * (kColumnShare / 2),
-                kColumnShare, arrived, kEveryBlock);
-        }
-        for (int step = 0; step < passes * kProduct / kWeightDepth; ++step, place.advance()) {
-            Barrier* arrived = full + place.stage;
-            barrier_wait(empty + place.stage, place.parity ^ 1);
-            barrier_arrive_expect(arrived, kWeightBytes);
-            copy_bulk_multicast(
-                ring + place.stage * kStageBytes + rank * kWeightShare,
-                weight + step * int64_t(kWeightBytes / 2) + rank * (kWeightShare / 2), kWeightShare,
-                arrived, kEveryBlock);
-        }
-    }
-}
+    kStages * kStageBytes + TILES * kTileI * kPairBytes + kConsumers * kOutElements * 2;
 
 // sums (64 rows (i, h) × 256 columns (j, k) a warpgroup) = Σ_s a b
 __device__ void multiply(float (&sums)[128], const unsigned char* ring, Barrier* full,
-                         Barrier* empty, Place& place, int steps, int group) {
+                         Barrier* empty, Place<kStages>& place, int steps, int group) {
     constexpr int kStride = kDepth / 8 * 128;  // bytes from 8 channels to the next 8
     for (int step = 0; step < steps; ++step) {
         const unsigned char* stage = ring + place.stage * kStageBytes;
@@ -120,25 +72,39 @@ __device__ void store_outer(const float (&sums)[128], unsigned char* outer, floa
     }
 }
 
-// projected (64 outputs × 32 pairs a warpgroup) = Σ_(h, k) weight · outer
-__device__ void project_outer(float (&projected)[16], const unsigned char* ring,
-                              const unsigned char* outer, Barrier* full, Barrier* empty,
-                              Place& place, int group) {
+// projected (64 outputs × 32 pairs of each tile a warpgroup) = Σ_(h, k) weight · outer, a stage's
+// kCount · 16 positions; added to what it is if accumulate.
+template <int kCount>
+__device__ void project_steps(float (&projected)[16 * TILES], const unsigned char* weight,
+                              const unsigned char* outer, bool accumulate) {
     constexpr int kStride = kOutputs / 8 * 128;  // bytes from 8 positions to the next 8
-    for (int step = 0; step < kProduct / kWeightDepth; ++step) {
-        const unsigned char* stage = ring + place.stage * kStageBytes + group * (kStride / 2);
+    const uint64_t a = wgmma_operand(weight, kStride, 128);
+    const uint64_t b = wgmma_operand(outer, 128, kPairBytes);
+    wgmma_fence();
+    for (int step = 0; step < kCount; ++step) {
+        wgmma<Bf16, Major::K, Major::MN>(projected, wgmma_advance(a, step * kWeightStepBytes),
+                                         wgmma_advance(b, step * (16 / 8 * 128)),
+                                         accumulate || step > 0);
+    }
+    wgmma_commit();
+}
+
+__device__ void project_outer(float (&projected)[16 * TILES], const unsigned char* ring,
+                              const unsigned char* outer, Barrier* full, Barrier* empty,
+                              Place<kStages>& place, int group) {
+    constexpr int kWhole = kPassBytes / (kWeightSteps * kWeightStepBytes);
+    constexpr int kRest = kProduct / 16 % kWeightSteps;
+    for (int count = 0; count <= kWhole; ++count, place.advance()) {
+        const unsigned char* weight = ring + place.stage * kStageBytes + group * (kOutputs * 8);
+        const unsigned char* pairs = outer + count * (kWeightSteps * 16 / 8 * 128);
         barrier_wait(full + place.stage, place.parity);
-        wgmma_fence();
-        for (int position = 0; position < kWeightDepth; position += 16) {
-            wgmma<Bf16, Major::K, Major::MN>(
-                projected, wgmma_operand(stage + position / 8 * kStride, kStride, 128),
-                wgmma_operand(outer + (step * kWeightDepth + position) / 8 * 128, 128, kPairBytes),
-                step + position > 0);
+        if (count < kWhole) {
+            project_steps<kWeightSteps>(projected, weight, pairs, count > 0);
+        } else {
+            project_steps<kRest>(projected, weight, pairs, true);
         }
-        wgmma_commit();
         wgmma_wait<1>();
-        if (step > 0) release(empty, (place.stage + kStages - 1) % kStages);
-        place.advance();
+        if (count > 0) release(empty, (place.stage + kStages - 1) % kStages);
     }
     wgmma_wait<0>();
     release(empty, (place.stage + kStages - 1) % kStages);
@@ -152,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     SHARED(Barrier, full, [kStages]);
     SHARED(Barrier, empty, [kStages]);
     unsigned char* outer = ring + kStages * kStageBytes;
-    Bf16* rows = reinterpret_cast<Bf16*>(outer + kTileI * kPairBytes);
+    Bf16* rows = reinterpret_cast<Bf16*>(outer + TILES * kTileI * kPairBytes);
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, group = warp / 4;
     const int passes = ceil_div(P, kOutputs), rank = cluster_rank();
     if (threadIdx.x == 0) {
@@ -163,31 +129,38 @@ __global__ void __launch_bounds__(kThreads, 1)
         barrier_init_fence();
     }
     cluster_sync();
+    wait_for_previous_kernel();
 
     if (group == kConsumers / 4) {
         registers_decrease<40>();
         if (warp == kConsumers && lane == 0) {
-            load(a, b, weight, ring, full, empty, tiles, steps, passes, tiles_i, tiles_j);
+            load<kRowBytes, kColumnBytes, kWeightSteps * kWeightStepBytes, kPassBytes, kStages,
+                 TILES>(a, b, weight, ring, full, empty, tiles, steps, passes, tiles_i, tiles_j);
         }
         __syncwarp();
     } else {
         registers_increase<232>();
-        Place place;
+        Place<kStages> place;
         for (int index = blockIdx.x / CLUSTER; index < tiles; index += gridDim.x / CLUSTER) {
             const Tile tile = tile_of(index, tiles_i, tiles_j);
-            const int i = (tile.i * CLUSTER + rank) * kTileI, j = tile.j * kTileJ;
-            float sums[128];
-            multiply(sums, ring, full, empty, place, steps, group);
-            const float scale = reciprocal[tile.batch * tiles_j * kTileJ + i + warp / 2];
-            named_barrier(1, kConsumers * kWarpSize);  // both have read the tile before's products
-            store_outer(sums, outer, scale, warp, lane);
+            const int i = (tile.i * CLUSTER + rank) * kTileI, j = tile.j * TILES * kTileJ;
+            const float scale = reciprocal[tile.batch * tiles_i * CLUSTER * kTileI + i + warp / 2];
+            for (int t = 0; t < TILES; ++t) {
+                float sums[128];
+                multiply(sums, ring, full, empty, place, steps, group);
+                // both have read the tile before's products
+                if (t == 0) named_barrier(1, kConsumers * kWarpSize);
+                store_outer(sums, outer + t * kTileI * kPairBytes, scale, warp, lane);
+            }
             fence_async_proxy();
             named_barrier(1, kConsumers * kWarpSize);
             for (int pass = 0; pass < passes; ++pass) {
-                float projected[16];
+                float projected[16 * TILES];
                 project_outer(projected, ring, outer, full, empty, place, group);
-                store_out(projected, rows + warp * kOutElements, out_bias, out, tile.batch, i, j,
-                          pass * kOutputs + warp * 16, N, P);
+                for (int t = 0; t < TILES; ++t) {
+                    store_out(projected + 16 * t, rows + warp * kOutElements, out_bias, out,
+                              tile.batch, i, j + t * kTileJ, pass * kOutputs + warp * 16, N, P);
+                }
             }
         }
     }
@@ -209,9 +182,11 @@ EXPORT cudaError_t hopper(const __nv_bfloat16* msa, const __nv_bfloat16* mask,
         return error;
     }
     const int padded_n = ceil_div(N, kPadN) * kPadN, steps = ceil_div(S, kPadS) * kPadS / kDepth;
-    const int tiles_i = padded_n / (kTileI * CLUSTER), tiles_j = padded_n / kTileJ;
-    const int tiles = B * tiles_i * tiles_j, clusters = min(tiles, multiprocessors() / CLUSTER);
-    return LAUNCH_CLUSTER(product_kernel, dim3(clusters * CLUSTER), dim3(kThreads), dim3(CLUSTER),
-                          kSharedBytes, stream)(a, b, weight, reciprocal, out_bias, out, N, P,
-                                                tiles, steps, tiles_i, tiles_j);
+    const int tiles_i = padded_n / (kTileI * CLUSTER), tiles_j = padded_n / (kTileJ * TILES);
+    static const int resident = resident_clusters(product_kernel, CLUSTER, kThreads, kSharedBytes);
+    const int tiles = B * tiles_i * tiles_j, blocks = min(tiles, resident) * CLUSTER;
+    return LAUNCH_CLUSTER(product_kernel, dim3(blocks), dim3(kThreads), dim3(CLUSTER), kSharedBytes,
+                          stream)
+        .early(EARLY)(a, b, weight, reciprocal, out_bias, out, N, P, tiles, steps, tiles_i,
+                      tiles_j);
 }

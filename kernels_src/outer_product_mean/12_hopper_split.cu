@@ -1,7 +1,14 @@
 // Stage 12: fp32 accuracy on Hopper
-// As 11, for fp32: a, b, out_weight and outer are in two parts of fp16 (split_operands.cuh), and
-// each product is three. A stage of the ring holds both parts of 16 s, of which each warp makes
-// three wgmma.
+// As 11, for fp32: a, b, outer and out_weight are in two parts of fp16 (split_operands.cuh), and of
+// each product three are made: small · big, big · small, big · big. wgmma truncates what it adds,
+// so every PROMOTE s the sums move to where outer will be, to be added in fp32. The big weights
+// multiply both parts of outer at once, and each stage's sums are added in fp32 too.
+// Operations: 3 · (2·B·S·N²·C² + 2·B·N²·C²·P), at af2 464 + 116 G. A tile of 4 i × 8 j takes 48·S
+// tensor cycles, 7,200 or more for its projection (896 KB leave shared memory at 128 bytes a cycle;
+// a ring of 96 KB rather allows 10,000), 1,500 to split outer, 2,000 each time that sums move.
+// Bytes from L2: 1024·S + 256 K a tile. Predicts at af2, 35 tiles for each block: 0.8 ms and 0.07
+// for the inputs; peak 0.13 GB beside them. Shapes: D up to 256, C up to 32 (padded to 32), any B,
+// S, N, P.
 #include "outer_product_mean/split_tiles.cuh"
 #include "outer_product_mean/tile_ring.cuh"
 
@@ -9,21 +16,20 @@
 #define PROMOTE 256  // s after which sums leave the tensor cores, which truncate what they add
 #endif
 
-constexpr int kRowBytes = kTileI * kRowElements * 2;     // of a in one stage of the ring
-constexpr int kColumnBytes = kTileJ * kRowElements * 2;  // of b
+constexpr int kRowBytes = kTileI * 2 * kPartElements * 2;     // of a in one stage of the ring
+constexpr int kColumnBytes = kTileJ * 2 * kPartElements * 2;  // of b
 constexpr int kStageBytes = kRowBytes + kColumnBytes;
-constexpr int kStages = 4;                            // 96 KB
-constexpr int kWeightStepBytes = kWeightElements * 2;  // of 16 positions (h, k)
-constexpr int kWeightSteps = 3;                       // in one stage
-constexpr int kPairBytes = kProduct * kTileJ * 2;     // the outer products of one i and 8 j, a part
+constexpr int kStages = 4;                                    // 96 KB
+constexpr int kWeightStepBytes = kWeightElements * 2;         // of 16 positions (h, k)
+constexpr int kWeightSteps = kStageBytes / kWeightStepBytes;  // in one stage
+constexpr int kPassBytes = kProduct / kDepth * kWeightStepBytes;
+constexpr int kPairBytes = kProduct * kTileJ * 2;  // the outer products of one i and 8 j, a part
 constexpr int kPartBytes = kTileI * kPairBytes;
 constexpr int kConsumers = 8;                           // warps that multiply; one more loads
 constexpr int kThreads = (kConsumers + 4) * kWarpSize;  // roles go by warpgroups
 constexpr int kSharedBytes = kStages * kStageBytes + 2 * kPartBytes;
-constexpr int kPadN = max(kTileJ, kTileI * CLUSTER);  // a and b are padded to multiples of this
 constexpr int kPromoteSteps = PROMOTE / kDepth;
 constexpr int kOuterShift = 15;  // |outer| / rows < 2^30 as scaled; 2^-15 takes it into fp16
-static_assert(kPassSteps % kWeightSteps == 0 && kWeightSteps * kWeightStepBytes <= kStageBytes);
 static_assert(registers_suffice(4, 40, kConsumers, 232), "they would wait for ever");
 
 // Calls visit(row, at) for each position of a lane: sums[at(j)] are its 8 j, and row is where 16
@@ -38,6 +44,7 @@ __device__ void each_position(unsigned char* outer, Visit visit) {
                 visit(outer + warp / 2 * kPairBytes + block * 512 + lane * 16,
                       [=](int j) { return 4 * (4 * j + k) + 2 * half + e; });
             }
+            __syncwarp();  // else the compiler begins with all at once, and registers run out
         }
     }
 }
@@ -111,31 +118,45 @@ __device__ void store_outer(const float (&sums)[128], unsigned char* outer, floa
     });
 }
 
-// projected (64 outputs × 32 pairs a warpgroup) = Σ_(h, k) weight · outer. The big weights multiply
-// both parts of outer at once, 64 columns; each stage's sums are added in fp32.
+// projected (64 outputs × 32 pairs a warpgroup) += Σ weight · outer over kCount · 16 positions. The
+// big weights multiply both parts of outer at once, 64 columns.
+template <int kCount>
+__device__ void project_steps(float (&projected)[16], const unsigned char* weight,
+                              const unsigned char* outer) {
+    constexpr int kStride = kOutputs / 8 * 128;  // bytes from 8 positions to the next 8
+    const uint64_t a = wgmma_operand(weight, kStride, 128);
+    const uint64_t b = wgmma_operand(outer, 128, kPairBytes);
+    float both[32], last[16];
+    wgmma_fence();
+    for (int step = 0; step < kCount; ++step) {
+        const uint64_t big = wgmma_advance(a, step * kWeightStepBytes);
+        const uint64_t small = wgmma_advance(big, kWeightStepBytes / 2);
+        const uint64_t pairs = wgmma_advance(b, step * (kDepth / 8) * 128);
+        wgmma<__half, Major::K, Major::MN>(both, big, pairs, step > 0);
+        wgmma<__half, Major::K, Major::MN>(last, small, pairs, step > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+    for (int at = 0; at < 16; ++at) projected[at] += both[at] + (both[16 + at] + last[at]);
+}
+
+// projected = Σ_(h, k) weight · outer, each stage's sums added in fp32
 __device__ void project_outer(float (&projected)[16], const unsigned char* ring,
                               const unsigned char* outer, Barrier* full, Barrier* empty,
                               Place<kStages>& place, int group) {
-    constexpr int kStride = kOutputs / 8 * 128;  // bytes from 8 positions to the next 8
+    constexpr int kWhole = kProduct / kDepth / kWeightSteps,
+                  kRest = kProduct / kDepth % kWeightSteps;
     for (float& sum : projected) sum = 0;
-    for (int first = 0; first < kPassSteps; first += kWeightSteps, place.advance()) {
-        const unsigned char* stage = ring + place.stage * kStageBytes + group * (kStride / 2);
-        float both[32], last[16];
+    for (int count = 0; count <= kWhole; ++count, place.advance()) {
+        const unsigned char* weight = ring + place.stage * kStageBytes + group * (kOutputs * 8);
+        const unsigned char* pairs = outer + count * (kWeightSteps * kDepth / 8 * 128);
         barrier_wait(full + place.stage, place.parity);
-        wgmma_fence();
-        for (int step = 0; step < kWeightSteps && first + step < kProduct / kDepth; ++step) {
-            const unsigned char* weight = stage + step * kWeightStepBytes;
-            const uint64_t pairs =
-                wgmma_operand(outer + (first + step) * (kDepth / 8) * 128, 128, kPairBytes);
-            wgmma<__half, Major::K, Major::MN>(both, wgmma_operand(weight, kStride, 128), pairs,
-                                               step > 0);
-            wgmma<__half, Major::K, Major::MN>(
-                last, wgmma_operand(weight + kWeightStepBytes / 2, kStride, 128), pairs, step > 0);
+        if (count < kWhole) {
+            project_steps<kWeightSteps>(projected, weight, pairs);
+        } else {
+            project_steps<kRest>(projected, weight, pairs);
         }
-        wgmma_commit();
-        wgmma_wait<0>();
         release(empty, place.stage);
-        for (int at = 0; at < 16; ++at) projected[at] += both[at] + (both[16 + at] + last[at]);
     }
 }
 
@@ -177,13 +198,13 @@ __global__ void __launch_bounds__(kThreads, 1)
         barrier_init_fence();
     }
     cluster_sync();
+    wait_for_previous_kernel();
 
     if (group == kConsumers / 4) {
         registers_decrease<40>();
         if (warp == kConsumers && lane == 0) {
-            load<kRowBytes, kColumnBytes, kWeightSteps * kWeightStepBytes, kStages>(
-                a, b, weight, ring, full, empty, tiles, steps, passes * (kPassSteps / kWeightSteps),
-                tiles_i, tiles_j);
+            load<kRowBytes, kColumnBytes, kWeightSteps * kWeightStepBytes, kPassBytes, kStages, 1>(
+                a, b, weight, ring, full, empty, tiles, steps, passes, tiles_i, tiles_j);
         }
         __syncwarp();
     } else {
@@ -210,8 +231,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     cluster_sync();  // a block must not end while others may still arrive at its barriers
 }
 
-// With N' a multiple of 8, S' of 16 and P' of 128, a, b are (B,N',S',32), weight (P'/128,66,2048),
-// reciprocal (B,N), shifts (2 + P').
+// With N' and S' multiples of 16 and P' of 128, a, b are (B,N',S',32), weight (P',1024), reciprocal
+// (B,N), shifts (2 + P').
 EXPORT cudaError_t hopper_split(const float* msa, const float* mask, const float* layer_norm_weight,
                                 const float* layer_norm_bias, const float* proj_a_weight,
                                 const float* proj_a_bias, const float* proj_b_weight,
@@ -222,17 +243,17 @@ EXPORT cudaError_t hopper_split(const float* msa, const float* mask, const float
     const int padded_n = ceil_div(N, kPadN) * kPadN, steps = ceil_div(S, kDepth);
     __half *a_parts = reinterpret_cast<__half*>(a), *b_parts = reinterpret_cast<__half*>(b);
     __half* weight_parts = reinterpret_cast<__half*>(weight);
-    if (cudaError_t error = write_inputs(
-            msa, mask, layer_norm_weight, layer_norm_bias, proj_a_weight, proj_a_bias,
-            proj_b_weight, proj_b_bias, out_weight, a_parts, b_parts, weight_parts, reciprocal,
-            shifts, B, S, N, P, steps, padded_n, stream)) {
+    if (cudaError_t error =
+            write_inputs(msa, mask, layer_norm_weight, layer_norm_bias, proj_a_weight, proj_a_bias,
+                         proj_b_weight, proj_b_bias, out_weight, a_parts, b_parts, weight_parts,
+                         reciprocal, shifts, B, S, N, P, steps, padded_n, stream)) {
         return error;
     }
     const int tiles_i = padded_n / (kTileI * CLUSTER), tiles_j = padded_n / kTileJ;
     const int tiles = B * tiles_i * tiles_j;
-    static const int kResident = resident_clusters(product_kernel, CLUSTER, kThreads, kSharedBytes);
-    return LAUNCH_CLUSTER(product_kernel, dim3(min(tiles, kResident) * CLUSTER), dim3(kThreads),
-                          dim3(CLUSTER), kSharedBytes,
-                          stream)(a_parts, b_parts, weight_parts, reciprocal, shifts, out_bias, out,
-                                  N, P, tiles, steps, tiles_i, tiles_j);
+    static const int resident = resident_clusters(product_kernel, CLUSTER, kThreads, kSharedBytes);
+    return LAUNCH_CLUSTER(product_kernel, dim3(min(tiles, resident) * CLUSTER), dim3(kThreads),
+                          dim3(CLUSTER), kSharedBytes, stream)
+        .early(EARLY)(a_parts, b_parts, weight_parts, reciprocal, shifts, out_bias, out, N, P,
+                      tiles, steps, tiles_i, tiles_j);
 }

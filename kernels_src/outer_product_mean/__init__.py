@@ -133,7 +133,7 @@ def _bf16_tiles(export: str) -> Run:
         B, S, N, _ = msa.shape
         parameters = _parameters(module)
         C, P = len(parameters.proj_a_bias), len(parameters.out_bias)
-        padded_s, padded_n = _padded(S, 64), _padded(N, 8)
+        padded_s, padded_n = _padded(S, 64), _padded(N, 16)
         a, b = msa.new_empty(2, B, padded_n, 32, padded_s)
         weight = msa.new_empty(_padded(P, OUTPUTS), 32 * 32)
         reciprocal = msa.new_empty(B, padded_n, dtype=torch.float32)
@@ -143,6 +143,19 @@ def _bf16_tiles(export: str) -> Run:
         return out
 
     return run
+
+
+def _hopper_split(kernels: Any, module: Any, msa: Tensor, mask: Tensor) -> Tensor:
+    B, S, N, _ = msa.shape
+    parameters = _parameters(module)
+    P = len(parameters.out_bias)
+    padded_p = _padded(P, OUTPUTS)
+    a, b = msa.new_empty(2, B, _padded(N, 16), _padded(S, 16), 32)  # words of two fp16
+    reciprocal, weight = msa.new_empty(B, N), msa.new_empty(padded_p, 32 * 32)
+    shifts, out = msa.new_empty(2 + padded_p), msa.new_empty(B, N, N, P)
+    arguments = (msa, _row_mask(mask), *parameters, a, b, weight, reciprocal, shifts, out)
+    kernels.hopper_split(*arguments, B, S, N, P)
+    return out
 
 
 def _sizes(*names: str) -> Callable[[Shape], dict[str, int]]:
@@ -233,6 +246,12 @@ STAGES: tuple[Stage, ...] = (
         precision="bf16",
         constants=_sizes("D"),
         unsupported=_at_most(D=512, C=32),
+    ),
+    _stage(
+        "12_hopper_split.cu",
+        _hopper_split,
+        constants=_sizes("D", "C"),
+        unsupported=_at_most(D=256, C=32),
     ),
 )
 

@@ -8,8 +8,8 @@
 // Bytes: 2·B·S·N·D read, 2 · 64·B·S·N written. Operations: 2·B·S·N·D·64.
 #pragma once
 
-#include "cuda.cuh"
-#include "tensor_core.cuh"
+#include "hopper.cuh"
+#include "outer_product_mean/tile_order.cuh"
 
 #include <cuda_bf16.h>
 
@@ -20,19 +20,16 @@
 using Bf16 = __nv_bfloat16;
 constexpr float kEpsilon = 1e-5f;
 constexpr int kHidden = 32;                        // C, padded with zeros
-constexpr int kTileI = 4, kTileJ = 8;              // residues of a block's tile: 32 pairs
 constexpr int kDepth = DEPTH;                      // s
-constexpr int kPadS = 64, kPadN = 8;               // a and b end in zeros at multiples of these
-constexpr int kProduct = kHidden * kHidden;        // (h, k) of a pair, what out_proj sums over
-constexpr int kOutputs = 128;                      // pair channels of one pass over the weights
-constexpr int kCore = 64;                          // elements of a core matrix
+constexpr int kPadS = 64;                          // a and b end in zeros at multiples of this
 constexpr int kChunks = ceil_div(D, 32);           // pieces of 8 channels of a row in a thread
 constexpr int kWeightStride = 32 * (kChunks | 1);  // odd: adjacent rows lie half the banks apart
 constexpr int kOutRow = 24;  // a warp's 16 outputs of a pair, padded so that banks differ
 constexpr int kOutElements = kTileI * kTileJ * kOutRow;
-constexpr int kGroup = 8;               // tiles that run at a time span about this many tiles of i
 constexpr uint32_t kOnes = 0x3F803F80;  // two bf16 of 1
 constexpr int kPrepareThreads = 1024, kProjectThreads = 256;
+constexpr int kProjectWarps = kProjectThreads / kWarpSize;
+constexpr int kProjectBlocks = D <= 256 ? 2 : 1;  // at a time on a multiprocessor
 
 // The core matrix in a (kTile = kTileI) or b (kTileJ) of residue n, rows s / 8, channels h / 8.
 template <int kTile>
@@ -43,19 +40,11 @@ __device__ int64_t core_offset(int64_t batch, int n, int s, int h, int padded_s,
     return step * (kTile * kHidden * kDepth) + core * kCore;
 }
 
-// The order of (h, k) in out_proj's sum: position 32 · block + lane is what a lane holds when a
-// warp has multiplied, for 8 h (block / 8), 8 k (block / 2 % 4) and every other k (block % 2).
-// Returns the column of out_weight, or -1 in the padding.
-__device__ inline int product_channel(int position, int C) {
-    const int block = position / 32, lane = position % 32;
-    const int h = block / 8 * 8 + lane / 4, k = block / 2 % 4 * 8 + lane % 4 * 2 + block % 2;
-    return h < C && k < C ? h * C + k : -1;
-}
-
 // weight: out_weight in core matrices; reciprocal[b][n] = 1 / max(1, Σ_s mask[b,s,n])
 __global__ void __launch_bounds__(kPrepareThreads)
     prepare_kernel(const Bf16* out_weight, const Bf16* mask, Bf16* weight, float* reciprocal, int S,
                    int N, int C, int P, int padded_n, int weight_blocks) {
+    next_kernel_may_start();  // which waits only at its end
     SHARED(float, partial, [kPrepareThreads / kWarpSize][kWarpSize]);
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     if (int(blockIdx.x) < weight_blocks) {
@@ -121,31 +110,24 @@ __device__ inline float sum_squares(const uint32_t (&x)[kChunks][4], float mean)
 
 // a = proj_a(layer_norm(msa)) · mask and b likewise. LayerNorm moves behind the projection,
 // w·((x - mean) / σ · scale + shift) + bias = (v·x - mean Σv) / σ + (w·shift + bias), v = w ·
-// scale, so that msa's rows are operands as they were read. A block takes 4 residues × kPadS rows,
-// a warp 16 rows of a residue at a time: m16n8k16 with 16 rows × 64 outputs, a's before b's.
-__global__ void __launch_bounds__(kProjectThreads, D <= 256 ? 2 : 1)
+// scale, so that msa's rows are operands as they were read. A warp takes 16 rows s of a residue at
+// a time: m16n8k16 with 16 rows × 64 outputs, a's before b's.
+__global__ void __launch_bounds__(kProjectThreads, kProjectBlocks)
     project_kernel(const Bf16* msa, const Bf16* mask, const Bf16* layer_norm_weight,
                    const Bf16* layer_norm_bias, const Bf16* proj_a_weight, const Bf16* proj_a_bias,
                    const Bf16* proj_b_weight, const Bf16* proj_b_bias, Bf16* a, Bf16* b, int S,
-                   int N, int C, int padded_s, int padded_n) {
+                   int N, int C, int padded_s, int padded_n, int tiles) {
     DYNAMIC_SHARED(Bf16, weight);              // v[output][kWeightStride]
     SHARED(float, weight_sum, [2 * kHidden]);  // Σv
     SHARED(float, constant, [2 * kHidden]);    // w·shift + bias
-    SHARED(float, present, [kPadS][kTileI]);
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize, quarter = lane % 4;
-    const int64_t batch = blockIdx.z;
+    next_kernel_may_start();
     {
-        static_assert(kProjectThreads == kPadS * kTileI);
-        const int s = blockIdx.y * kPadS + threadIdx.x / kTileI;
-        const int n = blockIdx.x * kTileI + threadIdx.x % kTileI;
-        const bool valid = s < S && n < N;
-        present[threadIdx.x / kTileI][threadIdx.x % kTileI] =
-            valid ? __bfloat162float(mask[(batch * S + s) * N + n]) : 0;
-
         static_assert(kProjectThreads == 2 * kHidden * 4);
         const int output = threadIdx.x / 4, h = output % kHidden;  // a quad an output
         const Bf16* w = (output < kHidden ? proj_a_weight : proj_b_weight) + int64_t(h) * D;
         float v_sum = 0, shifted = 0;
+#pragma unroll 4
         for (int m = 0; m < kChunks; ++m) {
             const int c = 8 * (4 * m + quarter);
             uint32_t v[4], scale[4], shift[4];
@@ -170,15 +152,18 @@ __global__ void __launch_bounds__(kProjectThreads, D <= 256 ? 2 : 1)
     }
     __syncthreads();
 
-    const int n = blockIdx.x * kTileI + warp % kTileI;
-    for (int first = warp / kTileI * 16; first < kPadS; first += 16 * 8 / kTileI) {
-        const int s0 = blockIdx.y * kPadS + first;
+    for (int tile = blockIdx.x * kProjectWarps + warp; tile < tiles;
+         tile += gridDim.x * kProjectWarps) {
+        const int n = tile % padded_n, s0 = tile / padded_n % (padded_s / 16) * 16;
+        const int64_t batch = tile / padded_n / (padded_s / 16);
         uint32_t x[2][kChunks][4];  // rows s0 + lane / 4 and 8 further
+        float present[2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int s = s0 + lane / 4 + 8 * half;
             const bool valid = s < S && n < N;
             const int64_t row = (batch * S + s) * N + n;
+            present[half] = valid ? __bfloat162float(mask[row]) : 0;
 #pragma unroll
             for (int m = 0; m < kChunks; ++m) {
                 load_chunk(x[half][m], msa + row * D, 8 * (4 * m + quarter), valid);
@@ -204,14 +189,13 @@ __global__ void __launch_bounds__(kProjectThreads, D <= 256 ? 2 : 1)
         for (int half = 0; half < 2; ++half) {
             const float mean = row_sum[2 * half] / D;
             const float inverse = rsqrtf(sum_squares(x[half], mean) / D + kEpsilon);
-            const float kept = present[first + lane / 4 + 8 * half][warp % kTileI];
-            const float by = inverse * kept, mean_by = mean * by;
+            const float by = inverse * present[half], mean_by = mean * by;
             for (int t = 0; t < 8; ++t) {  // a warp writes a core matrix at a time
                 const int output = 8 * t + 2 * quarter, s = s0 + 8 * half, h = t % 4 * 8;
                 float y[2];
                 for (int e = 0; e < 2; ++e) {
                     y[e] = sums[t][2 * half + e] * by - weight_sum[output + e] * mean_by +
-                           constant[output + e] * kept;
+                           constant[output + e] * present[half];
                 }
                 Bf16* core = t < 4 ? a + core_offset<kTileI>(batch, n, s, h, padded_s, padded_n)
                                    : b + core_offset<kTileJ>(batch, n, s, h, padded_s, padded_n);
@@ -219,6 +203,7 @@ __global__ void __launch_bounds__(kProjectThreads, D <= 256 ? 2 : 1)
             }
         }
     }
+    wait_for_previous_kernel();  // so that the next one need not
 }
 
 // Launches both kernels: a, b, weight and reciprocal are what the product reads.
@@ -236,28 +221,17 @@ inline cudaError_t write_inputs(const Bf16* msa, const Bf16* mask, const Bf16* l
             out_weight, mask, weight, reciprocal, S, N, C, P, padded_n, weight_blocks)) {
         return error;
     }
+    const int tiles = B * (padded_s / 16) * padded_n;
+    const int blocks = min(ceil_div(tiles, kProjectWarps), multiprocessors() * kProjectBlocks);
     const size_t shared_bytes = 2 * kHidden * kWeightStride * sizeof(Bf16);
-    return LAUNCH(project_kernel, dim3(padded_n / kTileI, padded_s / kPadS, B),
-                  dim3(kProjectThreads), shared_bytes,
-                  stream)(msa, mask, layer_norm_weight, layer_norm_bias, proj_a_weight, proj_a_bias,
-                          proj_b_weight, proj_b_bias, a, b, S, N, C, padded_s, padded_n);
-}
-
-// The tiles' order, which keeps those that run at a time close together, so that L2 serves them.
-struct Tile {
-    int64_t batch;
-    int i, j;  // in tiles
-};
-
-__device__ inline Tile tile_of(int index, int tiles_i, int tiles_j) {
-    const int within = index % (tiles_i * tiles_j), in_group = within % (kGroup * tiles_j);
-    const int first = within / (kGroup * tiles_j) * kGroup, width = min(kGroup, tiles_i - first);
-    return {index / (tiles_i * tiles_j), first + in_group % width, in_group / width};
+    return LAUNCH(project_kernel, dim3(blocks), dim3(kProjectThreads), shared_bytes, stream)
+        .early(EARLY)(msa, mask, layer_norm_weight, layer_norm_bias, proj_a_weight, proj_a_bias,
+                      proj_b_weight, proj_b_bias, a, b, S, N, C, padded_s, padded_n, tiles);
 }
 
 // out[i][j][p] of a tile's 32 pairs for a warp's outputs p to p + 15. projected is the result of
 // 16 outputs × 32 pairs in mma's order; rows, 32 × kOutRow, is the warp's own shared memory.
-__device__ inline void store_out(const float (&projected)[16], Bf16* rows, const Bf16* out_bias,
+__device__ inline void store_out(const float* projected, Bf16* rows, const Bf16* out_bias,
                                  Bf16* out, int64_t batch, int i, int j, int p, int N, int P) {
     const int lane = threadIdx.x % kWarpSize;
     for (int half = 0; half < 2; ++half) {

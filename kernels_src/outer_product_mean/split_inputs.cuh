@@ -3,7 +3,7 @@
 #pragma once
 
 #include "outer_product_mean/row_counts.cuh"
-#include "outer_product_mean/split_operands.cuh"
+#include "outer_product_mean/split_projections.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
@@ -60,73 +60,6 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-struct Projections {
-    uint4 weight[2][kColumnTiles][kSteps][kWarpSize];  // of proj_a and proj_b: mma's b, in order
-    float2 channel[2][kHidden];                        // a sum's factor, and what is added then
-    float bound[2][kColumnTiles];                      // of |a| and |b|
-};
-
-__device__ int shift_of(const Projections& projections, int matrix) {
-    float bound = 0;
-    for (int tile = 0; tile < kColumnTiles; ++tile) {
-        bound = fmaxf(bound, projections.bound[matrix][tile]);
-    }
-    return shift_of(bound);
-}
-
-// One tile's part of them, by one warp.
-__device__ void store_projection(Projections& projections, int matrix, int tile,
-                                 const Projection& projection) {
-    const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        projections.weight[matrix][tile][step][lane] =
-            make_uint4(projection.big[step][0], projection.big[step][1], projection.small[step][0],
-                       projection.small[step][1]);
-    }
-    if (lane % 4 == 0) {
-        projections.channel[matrix][channel_of(tile, lane / 4)] =
-            make_float2(projection.factor, projection.constant);
-    }
-    if (lane == 0) projections.bound[matrix][tile] = projection.bound;
-}
-
-// sums[matrix] += x · projection, 16 rows by the columns of channel_of
-__device__ void project(const Projections& projections, const float (&x)[2][kSteps][4],
-                        float (&sums)[2][kColumnTiles][4]) {
-    const int lane = threadIdx.x % kWarpSize;
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        uint32_t big[4], small[4];
-        split_tile(x, step, big, small);
-#pragma unroll
-        for (int column = 0; column < 2 * kColumnTiles; ++column) {
-            const int matrix = column / kColumnTiles, tile = column % kColumnTiles;
-            const uint4 w = projections.weight[matrix][tile][step][lane];
-            const uint32_t weight_big[2] = {w.x, w.y}, weight_small[2] = {w.z, w.w};
-            mma_m16n8k16_fp16(sums[matrix][tile], big, weight_small);
-            mma_m16n8k16_fp16(sums[matrix][tile], small, weight_big);
-            mma_m16n8k16_fp16(sums[matrix][tile], big, weight_big);
-        }
-    }
-}
-
-// The lane's 8 channels, from 8t on, of row g (half 0) or g + 8 of a tile, times mask and scale.
-__device__ void finish(const Projections& projections, int matrix,
-                       const float (&sums)[kColumnTiles][4], int half, float factor, uint32_t* big,
-                       uint32_t* small) {
-    const float2* channel = &projections.channel[matrix][threadIdx.x % 4 * 8];
-    uint32_t words[2][kColumnTiles];
-    for (int c = 0; c < kColumnTiles; ++c) {
-        const float2 first = channel[2 * c], second = channel[2 * c + 1];
-        split((sums[c][2 * half] * first.x + first.y) * factor,
-              (sums[c][2 * half + 1] * second.x + second.y) * factor, words[0][c], words[1][c]);
-    }
-    *reinterpret_cast<uint4*>(big) = make_uint4(words[0][0], words[0][1], words[0][2], words[0][3]);
-    *reinterpret_cast<uint4*>(small) =
-        make_uint4(words[1][0], words[1][1], words[1][2], words[1][3]);
-}
-
 // a and b of all rows (b,s,n), 16 a warp at a time, as they enter the product: (row, big or small,
 // 32 channels) of fp16. shifts[0], shifts[1]: the powers of two that they are scaled by
 __global__ void __launch_bounds__(kThreads, 1)
@@ -147,10 +80,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         store_projection(projections, is_a ? 0 : 1, warp % kColumnTiles, projection);
     }
     __syncthreads();
-    const int shift[2] = {shift_of(projections, 0), shift_of(projections, 1)};
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        shifts[0] = shift[0];
-        shifts[1] = shift[1];
+    if (blockIdx.x == 0 && threadIdx.x < 2) {
+        shifts[threadIdx.x] = shift_of(projections, threadIdx.x);
     }
 
     const int64_t stride = int64_t(gridDim.x) * kWarps * 16;
@@ -160,18 +91,27 @@ __global__ void __launch_bounds__(kThreads, 1)
             const int64_t row = first + half * 8 + lane / 4;
             return row < rows ? row : -1;
         };
-        float x[2][kSteps][4], present[2];
-        load_tile(msa, mask, row_of, x, present);
-        normalize(x);
-        float sums[2][kColumnTiles][4] = {};
-        project(projections, x, sums);
-        for (int half = 0; half < 2; ++half) {
-            if (row_of(half) < 0) continue;
-            const int64_t at = row_of(half) * kRowWords + lane % 4 * 4;
-            for (int matrix = 0; matrix < 2; ++matrix) {
-                uint32_t* to = (matrix == 0 ? a : b) + at;
-                finish(projections, matrix, sums[matrix], half,
-                       present[half] * power_of_two(shift[matrix]), to, to + kRowWords / 2);
+        uint32_t big[kSteps][4], small[kSteps][4];
+        float present[2];
+        {
+            float x[2][kSteps][4];
+            load_tile(msa, mask, row_of, x, present);
+            normalize(x);
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) split_tile(x, step, big[step], small[step]);
+        }
+#pragma unroll 1
+        for (int matrix = 0; matrix < 2; ++matrix) {
+            float sums[kColumnTiles][4];
+            project(projections, matrix, big, small, sums);
+            const float scale = power_of_two(shift_of(projections, matrix));
+            for (int half = 0; half < 2; ++half) {
+                if (row_of(half) < 0) continue;
+                uint4 words[2];
+                finish(projections, matrix, sums, half, present[half] * scale, words[0], words[1]);
+                uint32_t* to = (matrix == 0 ? a : b) + row_of(half) * kRowWords + lane % 4 * 4;
+                *reinterpret_cast<uint4*>(to) = words[0];
+                *reinterpret_cast<uint4*>(to + kRowWords / 2) = words[1];
             }
         }
     }

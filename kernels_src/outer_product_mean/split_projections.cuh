@@ -59,7 +59,8 @@ __device__ void project(const Projections& projections, int matrix,
             mma_m16n8k16_fp16(small_sums[tile], big[step], {w[tile].z, w[tile].w});
         }
     }
-    for (int at = 0; at < 4 * kColumnTiles; ++at) sums[at / 4][at % 4] += small_sums[at / 4][at % 4];
+    for (int at = 0; at < 4 * kColumnTiles; ++at)
+        sums[at / 4][at % 4] += small_sums[at / 4][at % 4];
 }
 
 // The lane's 8 channels, from 8t on, of row g (half 0) or g + 8 of a tile, times mask and scale.

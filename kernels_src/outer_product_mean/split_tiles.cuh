@@ -16,11 +16,10 @@
 #include "outer_product_mean/tile_order.cuh"
 
 constexpr int kDepth = 16;                              // s, or positions (h, k), of one step
-constexpr int kRowElements = 2 * kHidden * kDepth;      // of one residue in one step
+constexpr int kPartElements = kHidden * kDepth;         // of one residue in one step, big or small
 constexpr int kWeightElements = 2 * kOutputs * kDepth;  // of weight in one step
-constexpr int kPassSteps = 66;                          // 64 and two that make whole stages
 constexpr int kPrepareWarps = 32, kProjectWarps = 8;
-constexpr int kProjectBlocks = D <= 64 ? 3 : D <= 128 ? 2 : 1;  // as many as registers allow
+constexpr int kProjectBlocks = D <= 64 ? 2 : 1;  // as many as registers allow
 static_assert(D <= 256, "a lane holds its part of two rows of msa in registers");
 
 // out_weight's row p in two parts, by a warp, and the power of two that it is scaled by.
@@ -42,7 +41,7 @@ __device__ void split_weight(const float* out_weight, __half* weight, float* shi
             }
             split(value[0], value[1], big[pair], small[pair]);
         }
-        const int step = p / kOutputs * kPassSteps + position / kDepth;
+        const int step = p / kOutputs * (kProduct / kDepth) + position / kDepth;
         const int core = position % kDepth / 8 * (kOutputs / 8) + p % kOutputs / 8;
         __half* to = weight + int64_t(step) * kWeightElements + core * kCore + p % 8 * 8;
         *reinterpret_cast<uint4*>(to) = uint4{big[0], big[1], big[2], big[3]};
@@ -55,6 +54,7 @@ __device__ void split_weight(const float* out_weight, __half* weight, float* shi
 __global__ void __launch_bounds__(kPrepareWarps* kWarpSize)
     prepare_kernel(const float* mask, const float* out_weight, float* reciprocal, __half* weight,
                    float* shifts, int S, int N, int P, int weight_blocks) {
+    next_kernel_may_start();  // which waits only at its end
     const int block = blockIdx.x - weight_blocks, columns = ceil_div(N, kWarpSize);
     if (block < 0) {
         split_weight(out_weight, weight, shifts,
@@ -63,13 +63,6 @@ __global__ void __launch_bounds__(kPrepareWarps* kWarpSize)
         count_rows<kPrepareWarps>(mask, reciprocal, block / columns, block % columns * kWarpSize, S,
                                   N);
     }
-}
-
-// Where residue n of a (kTile = kTileI) or b (kTileJ) begins in a step of 16 s.
-template <int kTile>
-__device__ int64_t row_offset(int64_t batch, int n, int step, int steps, int padded_n) {
-    const int64_t tile = batch * (padded_n / kTile) + n / kTile;
-    return ((tile * steps + step) * kTile * 2 + n % kTile) * (kRowElements / 2);
 }
 
 // a = proj_a(layer_norm(msa)) · mask and b likewise, a warp 16 rows s of a residue at a time.
@@ -83,6 +76,7 @@ __global__ void __launch_bounds__(kProjectWarps* kWarpSize, kProjectBlocks)
     DYNAMIC_SHARED(Projections, shared);
     Projections& projections = *shared;
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    next_kernel_may_start();
     {
         Affine affine;
         load_affine(affine, layer_norm_weight, layer_norm_bias);
@@ -93,8 +87,9 @@ __global__ void __launch_bounds__(kProjectWarps* kWarpSize, kProjectBlocks)
         store_projection(projections, is_a ? 0 : 1, warp % kColumnTiles, projection);
     }
     __syncthreads();
-    const int shift[2] = {shift_of(projections, 0), shift_of(projections, 1)};
-    if (blockIdx.x == 0 && threadIdx.x < 2) shifts[threadIdx.x] = shift[threadIdx.x];
+    if (blockIdx.x == 0 && threadIdx.x < 2) {
+        shifts[threadIdx.x] = shift_of(projections, threadIdx.x);
+    }
 
     for (int tile = blockIdx.x * kProjectWarps + warp; tile < tiles;
          tile += gridDim.x * kProjectWarps) {
@@ -116,21 +111,25 @@ __global__ void __launch_bounds__(kProjectWarps* kWarpSize, kProjectBlocks)
         for (int matrix = 0; matrix < 2; ++matrix) {
             float sums[kColumnTiles][4];
             project(projections, matrix, big, small, sums);
-            const int tile_residues = matrix == 0 ? kTileI : kTileJ;
-            __half* to = matrix == 0 ? a + row_offset<kTileI>(batch, n, step, steps, padded_n)
-                                     : b + row_offset<kTileJ>(batch, n, step, steps, padded_n);
+            const float scale = power_of_two(shift_of(projections, matrix));
+            const int residues = matrix == 0 ? kTileI : kTileJ;  // of a tile
+            const int64_t tile_index = batch * (padded_n / residues) + n / residues;
+            __half* to =
+                (matrix == 0 ? a : b) +
+                ((tile_index * steps + step) * residues * 2 + n % residues) * kPartElements;
             to += lane % 4 * (2 * kCore) + lane / 4 * 8;
             for (int half = 0; half < 2; ++half, to += kCore) {
                 uint4 words[2] = {};  // zeros past the edges, whatever load_tile found there
                 if (row_of(half) >= 0) {
-                    finish(projections, matrix, sums, half,
-                           present[half] * power_of_two(shift[matrix]), words[0], words[1]);
+                    finish(projections, matrix, sums, half, present[half] * scale, words[0],
+                           words[1]);
                 }
                 *reinterpret_cast<uint4*>(to) = words[0];
-                *reinterpret_cast<uint4*>(to + tile_residues * (kRowElements / 2)) = words[1];
+                *reinterpret_cast<uint4*>(to + residues * kPartElements) = words[1];
             }
         }
     }
+    wait_for_previous_kernel();  // so that the next one need not
 }
 
 // Launches both kernels: a, b, weight, reciprocal and shifts are what the products read.
@@ -151,8 +150,7 @@ inline cudaError_t write_inputs(const float* msa, const float* mask, const float
     const int tiles = batches * steps * padded_n;
     const int blocks = min(ceil_div(tiles, kProjectWarps), multiprocessors() * kProjectBlocks);
     return LAUNCH(project_kernel, dim3(blocks), dim3(kProjectWarps * kWarpSize),
-                  sizeof(Projections), stream)(msa, mask, layer_norm_weight, layer_norm_bias,
-                                               proj_a_weight, proj_a_bias, proj_b_weight,
-                                               proj_b_bias, a, b, shifts, S, N, steps, padded_n,
-                                               tiles);
+                  sizeof(Projections), stream)
+        .early(EARLY)(msa, mask, layer_norm_weight, layer_norm_bias, proj_a_weight, proj_a_bias,
+                      proj_b_weight, proj_b_bias, a, b, shifts, S, N, steps, padded_n, tiles);
 }

@@ -3,11 +3,16 @@
 
 #include "cuda.cuh"
 
+#ifndef EARLY
+#define EARLY 1  // whether a kernel may start before the kernel before it has ended
+#endif
+
 constexpr int kTileI = 4, kTileJ = 8;  // residues of a block's tile: 32 pairs
 constexpr int kProduct = 32 * 32;      // (h, k) of a pair, 32 of each with the padding
 constexpr int kOutputs = 128;          // pair channels of one pass over out_proj's weights
-constexpr int kCore = 64;              // elements of a core matrix
-constexpr int kGroup = 8;              // tiles that run at a time span about this many tiles of i
+constexpr int kPadN = 16;  // a and b are padded to multiples of this: 4 blocks in i, 2 tiles in j
+constexpr int kCore = 64;  // elements of a core matrix
+constexpr int kGroup = 8;  // tiles that run at a time span about this many tiles of i
 
 // Position 32 · block + lane is what a lane holds when a warp has multiplied, for 8 h (block / 8),
 // 8 k (block / 2 % 4) and every other k (block % 2). Returns the column of out_weight, or -1 in the

@@ -25,41 +25,44 @@ __device__ inline void release(Barrier* empty, int stage) {
     if (lane < CLUSTER) barrier_arrive_remote(empty + stage, lane);
 }
 
-// One thread: for each tile the rows of a and b step by step, then the weights. kRowBytes of a and
-// kColumnBytes of b are one stage, and so are kWeightBytes of weights.
-template <int kRowBytes, int kColumnBytes, int kWeightBytes, int kStages>
+// One thread: for each kTiles tiles that are neighbours in j their rows of a and b step by step,
+// then the weights, kPassBytes a pass. kRowBytes of a and kColumnBytes of b are one stage, and so
+// are kWeightBytes of weights, or what is left of a pass.
+template <int kRowBytes, int kColumnBytes, int kWeightBytes, int kPassBytes, int kStages,
+          int kTiles>
 __device__ void load(const void* a, const void* b, const void* weight, unsigned char* ring,
-                     Barrier* full, Barrier* empty, int tiles, int steps, int weight_steps,
-                     int tiles_i, int tiles_j) {
+                     Barrier* full, Barrier* empty, int tiles, int steps, int passes, int tiles_i,
+                     int tiles_j) {
     const int rank = cluster_rank();
     constexpr uint16_t kEveryBlock = (1 << CLUSTER) - 1;
-    constexpr int kStageBytes = kRowBytes + kColumnBytes;
-    constexpr int kColumnShare = kColumnBytes / CLUSTER, kWeightShare = kWeightBytes / CLUSTER;
+    constexpr int kStageBytes = kRowBytes + kColumnBytes, kColumnShare = kColumnBytes / CLUSTER;
     Place<kStages> place;
     for (int index = blockIdx.x / CLUSTER; index < tiles; index += gridDim.x / CLUSTER) {
         const Tile tile = tile_of(index, tiles_i, tiles_j);
         const int64_t tile_a = (tile.batch * tiles_i + tile.i) * CLUSTER + rank;
-        const int64_t tile_b = tile.batch * tiles_j + tile.j;
+        const int64_t tile_b = (tile.batch * tiles_j + tile.j) * kTiles;
         const char* rows = static_cast<const char*>(a) + tile_a * steps * kRowBytes;
         const char* columns = static_cast<const char*>(b) + tile_b * steps * kColumnBytes;
-        for (int step = 0; step < steps; ++step, place.advance()) {
+        for (int step = 0; step < kTiles * steps; ++step, place.advance()) {
             unsigned char* stage = ring + place.stage * kStageBytes;
             Barrier* arrived = full + place.stage;
             barrier_wait(empty + place.stage, place.parity ^ 1);
             barrier_arrive_expect(arrived, kStageBytes);
-            copy_bulk(stage, rows + int64_t(step) * kRowBytes, kRowBytes, arrived);
+            copy_bulk(stage, rows + int64_t(step % steps) * kRowBytes, kRowBytes, arrived);
             copy_bulk_multicast(stage + kRowBytes + rank * kColumnShare,
                                 columns + int64_t(step) * kColumnBytes + rank * kColumnShare,
                                 kColumnShare, arrived, kEveryBlock);
         }
-        for (int step = 0; step < weight_steps; ++step, place.advance()) {
+        for (int first = 0; first < passes * kPassBytes; place.advance()) {
             Barrier* arrived = full + place.stage;
+            const int bytes = min(kWeightBytes, kPassBytes - first % kPassBytes);
+            const int share = bytes / CLUSTER;
             barrier_wait(empty + place.stage, place.parity ^ 1);
-            barrier_arrive_expect(arrived, kWeightBytes);
-            copy_bulk_multicast(ring + place.stage * kStageBytes + rank * kWeightShare,
-                                static_cast<const char*>(weight) + int64_t(step) * kWeightBytes +
-                                    rank * kWeightShare,
-                                kWeightShare, arrived, kEveryBlock);
+            barrier_arrive_expect(arrived, bytes);
+            copy_bulk_multicast(ring + place.stage * kStageBytes + rank * share,
+                                static_cast<const char*>(weight) + first + rank * share, share,
+                                arrived, kEveryBlock);
+            first += bytes;
         }
     }
 }
