@@ -100,5 +100,6 @@ def test_magics_are_spelt_as_they_are():
 
 
 def test_layout_table_names_what_is_there():
-    for name in re.findall(r"^\| `([^`<]+)` \|", README, re.MULTILINE):
+    written = re.sub(r"<!-- results:(\S+) -->.*?<!-- /results:\1 -->", "", README, flags=re.DOTALL)
+    for name in re.findall(r"^\| `([^`<]+)` \|", written, re.MULTILINE):
         assert name in OPERATORS or (ROOT / name).exists(), name
