@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -245,7 +246,7 @@ def test_the_temporary_cache_is_removed(tmp_path, cache, monkeypatch):
         "print(processes.factor_of(pathlib.Path(sys.argv[1])))"
     )
     done = subprocess.run(
-        [shutil.which("python"), "-W", "ignore", "-c", script, write_scale(tmp_path)],
+        [sys.executable, "-W", "ignore", "-c", script, write_scale(tmp_path)],
         env={**os.environ, **env},
         cwd=Path(jit_loader.__file__).parent,
         capture_output=True,
