@@ -59,7 +59,7 @@ struct Launch {
 
     cudaError_t operator()(Parameters... arguments) const {
         cudaError_t error = cudaSuccess;
-        if (shared_bytes > 48 * 1024) {  // more has to be asked for
+        if (shared_bytes > 0) {  // more than 48 KB, SHARED arrays included, has to be asked for
             error = cudaFuncSetAttribute(
                 kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                 static_cast<int>(shared_bytes < INT32_MAX ? shared_bytes : INT32_MAX));
