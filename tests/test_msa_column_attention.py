@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -16,11 +15,6 @@ from kernels_src.msa_column_attention import (
     block_size,
     split_tensor_cores,
     transposed_weights,
-)
-from kernels_src.msa_column_attention.fused import (
-    FusedMSAColumnAttention,
-    fastest_stage,
-    msa_column_attention,
 )
 
 SMALL = Shape(2, 7, 5, 48, 3)  # every stage supports it
@@ -112,9 +106,21 @@ def test_every_mask_dtype_means_the_same(stage, seed):
     assert torch.equal(stage(module, msa, strided), out)
 
 
-def test_variants_of_05_and_09(seed):
+def with_constants(number: str, **constants: int):
+    """A stage with compile-time constants that differ from its own."""
+    stage = OPERATOR.stage(number)
+    defines = "".join(f"#define {name} {value}\n" for name, value in constants.items())
+    return stage.variant(defines + stage.code, f"{number}_with_constants")
+
+
+def test_variants_of_the_fp32_stages(seed):
     variants = {
-        SMALL: [block_size(128), block_size(1024), transposed_weights()],
+        SMALL: [
+            block_size(128),
+            block_size(1024),
+            transposed_weights(),
+            with_constants("10", LATE_COPIES=1, BIAS_FIRST=1),
+        ],
         OPERATOR.shapes["seed"]: [split_tensor_cores(2), split_tensor_cores(4)],
     }
     for shape, stages in variants.items():
@@ -122,6 +128,16 @@ def test_variants_of_05_and_09(seed):
         for stage in stages:
             assert stage.name not in [listed.name for listed in OPERATOR.stages]
             assert_close(stage(module, msa, mask), module, msa, mask)
+
+
+def test_variant_of_the_bf16_stages(seed):
+    shape = Shape(1, 70, 2, 64, 8)
+    module, msa, mask = case(shape, seed)
+    module, msa, mask = module.bfloat16(), msa.bfloat16(), mask.bfloat16()
+    reference = copy.deepcopy(module).double()(msa.double(), mask)
+    eager_error = (module(msa, mask) - reference).abs().max()
+    stage = with_constants("12", SCALED_OFFSETS=1, POLYNOMIAL_DEGREE=2)
+    assert (stage(module, msa, mask) - reference).abs().max() <= 2 * eager_error
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e20], ids=["tiny", "huge"])
@@ -177,78 +193,3 @@ def test_a_bad_call_is_one_clear_error_before_any_launch(change, error, message)
 def test_heads_must_divide_the_channels():
     with pytest.raises(ValueError, match="num_heads: must divide msa_dim, got msa_dim 64 and num_heads 5"):
         MSAColumnAttention(64, 5)
-
-
-def fused(module: MSAColumnAttention) -> FusedMSAColumnAttention:
-    """The fused module with another's parameters."""
-    twin = FusedMSAColumnAttention(module.layer_norm.normalized_shape[0], module.num_heads)
-    twin.load_state_dict(module.state_dict())
-    return twin.eval()
-
-
-def test_the_fused_module_is_a_drop_in_replacement(seed):
-    for shape in (SMALL, OPERATOR.shapes["odd"], Shape(1, 1025, 1, 16, 2)):
-        module, msa, mask = case(shape, seed)
-        twin = fused(module)
-        assert_close(twin(msa, mask), module, msa, mask)
-        module.load_state_dict(twin.state_dict())
-        twin.query.weight.data += 1  # no copy of the parameters is kept
-        module.query.weight.data += 1
-        assert_close(twin(msa, mask), module, msa, mask)
-        assert_close(pickle.loads(pickle.dumps(twin))(msa, mask), module, msa, mask)
-
-
-def test_the_same_random_seed_gives_the_same_parameters():
-    torch.manual_seed(0)
-    expected = MSAColumnAttention(48, 3).state_dict()
-    torch.manual_seed(0)
-    state = FusedMSAColumnAttention(48, 3).state_dict()
-    assert list(state) == list(expected)
-    assert all(torch.equal(state[name], expected[name]) for name in expected)
-
-
-def test_the_fused_module_takes_the_stage_meant_for_the_shape():
-    shapes = OPERATOR.shapes
-    assert fastest_stage(shapes["seed"], torch.float32, "cpu").number == "09"
-    assert fastest_stage(shapes["af2"], torch.float32, "cpu").number == "10"
-    assert fastest_stage(shapes["odd"], torch.float32, "cpu").number == "07"
-    assert fastest_stage(Shape(1, 2, 3, 6, 1), torch.float32, "cpu").number == "06"
-    with pytest.raises(ValueError, match="msa: no stage supports .* 10_online_softmax: .* 03_single_kernel:"):
-        fastest_stage(Shape(1, 5000, 3, 6, 1), torch.float32, "cpu")
-
-
-def test_torch_compile_keeps_the_fused_module_in_one_graph(seed):
-    module, msa, mask = case(SMALL, seed)
-    twin = fused(module).requires_grad_(True)
-    compiled = torch.compile(lambda msa, mask: twin(msa, mask) + 1, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(msa, mask), twin(msa, mask) + 1)
-
-
-def test_opcheck_passes(seed):
-    module, msa, mask = case(SMALL, seed)
-    torch.library.opcheck(msa_column_attention, (msa, mask, list(module.parameters()), SMALL.H))
-
-
-def test_the_fused_module_refuses_what_it_cannot_do():
-    module, msa, mask = case(SMALL, 0)
-    twin = fused(module)
-    with pytest.raises(RuntimeError, match="msa: the fused operator has no backward"):
-        twin(msa.clone().requires_grad_(), mask)
-    twin.train().requires_grad_(True)
-    with pytest.raises(RuntimeError, match="parameters: the fused operator has no backward"):
-        twin(msa, mask)
-    with torch.no_grad():
-        twin(msa, mask)
-        twin.dropout.p = 0.1
-        with pytest.raises(RuntimeError, match="dropout: the fused operator is for inference"):
-            twin(msa, mask)
-    twin.eval()
-    for bad_msa, bad_mask, error, message in (
-        (msa.transpose(1, 2).contiguous().transpose(1, 2), mask, ValueError, "msa: must be contiguous"),
-        (msa, mask[:, :2], ValueError, "mask: expected"),
-        (msa, None, TypeError, "mask: expected a tensor"),
-        (msa.double(), mask, TypeError, "msa: expected float32 or bfloat16"),
-    ):
-        twin(msa, mask)
-        with pytest.raises(error, match=message):
-            twin(bad_msa, bad_mask)

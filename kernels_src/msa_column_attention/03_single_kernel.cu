@@ -1,15 +1,15 @@
 // Stage 03: the whole operator in a single kernel
 // As 02, and LayerNorm and the four projections join: one launch, msa read once, only the result
-// written. A call no longer pays for launches; the kernel pays for every weight as 02 does for
-// out_weight.
+// written. A call no longer pays for launches; the kernel pays for every weight as 02 does.
 // Known faults, kept to be measured: weights uncoalesced and read again for every row of x; one
 // thread a row in LayerNorm and softmax, so that at S 8 they leave 248 of 256 threads idle.
 // Bytes: 8·B·S·N·D, and 20·D² of weights a block from L2 (at seed 80 KB for a column of 2 KB).
 // Operations: 10·B·S·N·D² + 4·B·N·S²·D.
 // Predicts at seed: 60–100 µs for the kernel, more than eager's own kernels take; a call of about
 // the same, a seventh of eager's 700 µs.
-// Shapes: any with 4·(6·S·D + S² + S) bytes of shared memory (13 KB at seed) within a block's 227
-// KB.
+// Outcome: 114 µs, a call 119. A block's 5,120 loads of 32 lines each take 83 µs, at one line a
+// cycle in L1; most of the rest are the idle threads (04 saves 15 µs).
+// Shapes: any with 4·(6·S·D + S² + S) bytes of shared memory (13 KB at seed) within 227 KB.
 #include "cuda.cuh"
 
 constexpr int kThreads = 256;

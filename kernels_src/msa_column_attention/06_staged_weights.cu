@@ -2,13 +2,13 @@
 // As 05 at 256 threads, but each weight matrix passes through shared memory, 64 rows at a time: a
 // warp's load is 128 neighbouring bytes, 4 sectors in place of 32, and made once a block, not once
 // a row of x. Rows in shared memory lie an odd number of floats apart, so that lanes which read a
-// column of the tile hit different banks. Transposed weights would coalesce without a tile, but
-// cost a copy on every call.
+// column of the tile hit different banks. Transposed weights would cost a copy on every call.
 // Bytes and operations: as 03.
 // Predicts at seed: 12–15 µs, a fifth of 05. What is left is five exposed trips to L2, one a
 // matrix, and two shared-memory reads for every multiply-add.
-// Shapes: any with 4·((6·S + min(64, D))·(D|1) + 9·S) bytes of shared memory within a block's 227
-// KB.
+// Outcome: 21.3 µs. The compiler starts 4 loads and stores them before it starts the next 4 (SASS),
+// so 20 trips are exposed, not five; a block's 10,240 reads of shared memory take another 5 µs.
+// Shapes: any with 4·((6·S + min(64, D))·(D|1) + 9·S) bytes of shared memory within 227 KB.
 #include "cuda.cuh"
 
 constexpr int kThreads = 256;

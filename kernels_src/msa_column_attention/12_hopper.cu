@@ -6,8 +6,11 @@
 // in registers, V and the mask being one operand. A warp whose Σ leaves 2^±60 repeats its 16 rows.
 // Bytes and operations as in 11; weights, K and V leave L2 half as often. Predicts: af2 240 + 230 +
 // 85 µs, the core's 180 instructions a warp and 64 keys being its bound (150 µs), with tensor cores
-// and special functions close behind; extra 75 + 800 + 35 µs. Shapes: any B, S, N; D = 64, 128,
-// 192, 256; d = 8, 16, 32, 64.
+// and special functions close behind; extra 75 + 800 + 35 µs. Outcome: af2 681 µs, 23 % more. SASS
+// has 378 instructions for 128 keys, as predicted, so that is not it; a guess: all warps of a
+// multiprocessor wait together for an item's queries, from DRAM, and hide nothing of it.
+// Shapes: any B, S, N; D = 64, 128, 192, 256; d = 8, 16, 32, 64.
+#include "msa_column_attention/wgmma_heads.cuh"
 #include "msa_column_attention/wgmma_projections.cuh"
 
 #ifndef POLYNOMIALS  // so many of 8 exponentials go to the FMA units
@@ -25,25 +28,7 @@ constexpr int kKeys = 128;                                   // in a stage of th
 constexpr int kPieceBytes = kKeys * kRowBytes;               // one chunk of the keys
 constexpr int kTileBytes = (2 * kChunks + 1) * kPieceBytes;  // K, V and the mask
 constexpr int kTiles = kChannels < 64 ? 6 : 4;
-constexpr int kStep = 32;                  // keys multiplied at once
-constexpr int kSteps = (kChunks + 1) / 2;  // of 16 channels
-
-// One head of one column, as the core sees it: pointers to its first chunk, `padded` rows long.
-struct Head {
-    bf16* query;  // becomes σ(gate) · attended
-    const bf16 *key, *value, *gate, *mask;
-    int64_t piece;  // elements from a chunk to the next
-};
-
-__device__ Head head_of(bf16* projected, const bf16* key_mask, int columns, int padded, int index) {
-    const int64_t piece = int64_t(padded) * 8, matrix = int64_t(columns) * (D / 8) * piece;
-    bf16* query = projected + int64_t(index) * kChunks * piece;
-    return {
-        query, query + matrix, query + 2 * matrix, query + 3 * matrix, key_mask + index / H * piece,
-        piece};
-}
-
-__device__ uint32_t load_pair(const bf16* from) { return *reinterpret_cast<const uint32_t*>(from); }
+constexpr int kStep = 32;  // keys multiplied at once
 
 // The loading warp of the core: for each item the keys, tile by tile.
 __device__ void load_keys(bf16* projected, const bf16* key_mask, unsigned char* ring, Barrier* full,
@@ -94,9 +79,10 @@ __device__ void attend(const unsigned char* ring, Barrier* full, Barrier* empty,
     uint32_t p[2][kStep / 16][4];
     const auto multiply = [&](float (&to)[kStep / 2], int stage, int t) {
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {  // addresses in an operand count 16 bytes
-            const int offset = stage * kTileBytes + 2 * step * kPieceBytes + t * kRowBytes;
-            wgmma<bf16, Major::K>(to, query[step], keys + offset / 16, step > 0);
+        for (int step = 0; step < kSteps; ++step) {
+            const int offset = 2 * step * kPieceBytes + t * kRowBytes;
+            wgmma<bf16, Major::K>(to, query[step], operand_at<kTileBytes>(keys, stage, offset),
+                                  step > 0);
         }
     };
     for (int i = 0; i < 4 * (kChunks + 1); ++i) sums[i] = 0;
@@ -116,8 +102,9 @@ __device__ void attend(const unsigned char* ring, Barrier* full, Barrier* empty,
             wgmma_fence();
 #pragma unroll
             for (int i = 0; i < kStep / 16; ++i) {
-                const int offset = place.stage * kTileBytes + (t + 16 * i) * kRowBytes;
-                wgmma<bf16, Major::MN>(sums, p[buffer][i], values + offset / 16, true);
+                const int offset = (t + 16 * i) * kRowBytes;
+                wgmma<bf16, Major::MN>(sums, p[buffer][i],
+                                       operand_at<kTileBytes>(values, place.stage, offset), true);
             }
             if (t + 2 * kStep < kKeys) multiply(score[buffer], place.stage, t + 2 * kStep);
             wgmma_commit();
@@ -125,44 +112,6 @@ __device__ void attend(const unsigned char* ring, Barrier* full, Barrier* empty,
         wgmma_wait<0>(sums);
         if (leader) barrier_arrive(empty + place.stage);
     }
-}
-
-// A warp's 16 queries once more, with a running maximum and straight from global memory: for scores
-// so large that 2^score leaves the range of fp32, or for a column without keys.
-__device__ void attend_again(const Head& head, int S, const uint32_t (&query)[kSteps][4],
-                             float (&sums)[4 * (kChunks + 1)]) {
-    const int row = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
-    float tiles[kChunks + 1][4] = {}, highest[2] = {-INFINITY, -INFINITY};
-    for (int first = 0; first < S; first += 16) {
-        float score[2][4] = {};
-        for (int j = 0; j < 2; ++j) {
-            for (int c = 0; c < kChunks; ++c) {
-                const bf16* key = head.key + c * head.piece + (first + 8 * j + row) * 8 + pair;
-                const uint32_t (&q)[4] = query[c / 2];
-                mma_m16n8k8_bf16(score[j], {q[c % 2 * 2], q[c % 2 * 2 + 1]}, load_pair(key));
-            }
-        }
-        bool keep[4];
-        for (int i = 0; i < 4; ++i) {
-            keep[i] = __bfloat162float(head.mask[(first + i / 2 * 8 + pair + i % 2) * 8]) != 0;
-        }
-        raise_reference(keep, score, highest, tiles);
-        uint32_t p[4];
-        for (int i = 0; i < 4; ++i) {
-            p[i] = pack_bf16(exp2_approx(score[i / 2][i % 2 * 2]),
-                             exp2_approx(score[i / 2][i % 2 * 2 + 1]));
-        }
-        for (int c = 0; c < kChunks + 1; ++c) {
-            const bf16* value = c < kChunks ? head.value + c * head.piece : head.mask;
-            uint32_t b[2];
-            for (int half = 0; half < 2; ++half) {
-                const bf16* from = value + (first + 8 * half + pair) * 8 + row;
-                b[half] = pack_bf16(__bfloat162float(from[0]), __bfloat162float(from[8]));
-            }
-            mma_m16n8k16_bf16(tiles[c], p, b);
-        }
-    }
-    for (int i = 0; i < 4 * (kChunks + 1); ++i) sums[i] = tiles[i / 4][i % 4];
 }
 
 // projected[0] = σ(gate) · softmax(q kᵀ) v in place of q; an item is kQueries rows of one head.

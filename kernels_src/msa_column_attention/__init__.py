@@ -48,7 +48,7 @@ def _sizes(module: MSAColumnAttention, msa: Tensor) -> tuple[int, ...]:
 
 def _key_mask(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The mask as kernels take it; one of another dtype or layout is copied, D times less than msa."""
-    return mask.to(dtype).contiguous()
+    return mask if mask.dtype is dtype and mask.is_contiguous() else mask.to(dtype).contiguous()
 
 
 class Parameters(NamedTuple):
