@@ -2,12 +2,14 @@
 // As 10, with Hopper's own instructions. Two warpgroups multiply 64 × 256 each by wgmma, straight
 // from shared memory; one warp keeps a ring of stages full with bulk copies of contiguous pieces;
 // two blocks of a cluster work on 8 i × 8 j and share, by multicast, b and out_proj's weights.
-// Blocks are persistent: while a tile is projected, the next one's rows already arrive.
-// Operations: 2·B·S·N²·C² + 2·B·N²·C²·P, at extra 309 + 39 G. A tile of 4 i × 8 j takes 16·S tensor
-// cycles, its projection 3,000 (256 KB of weights and twice 64 KB of products leave shared memory
-// at 128 bytes a cycle) and 1,000 without products. Bytes from L2: 512·S + 128 K a tile. Predicts:
-// extra 0.48 ms, 30 µs of it the inputs; af2 0.32 ms; extra_long 1.9 ms. Shapes: any B, S, N, P; C
-// up to 32 (padded to 32), D up to 512.
+// Blocks are persistent: while a tile is projected, the next one's rows already arrive. Operations:
+// as 10. A tile of 4 i × 8 j takes 16·S tensor cycles, its projection 3,000 (256 KB of weights and
+// twice 64 KB of products leave shared memory at 128 bytes a cycle) and 1,000 without products.
+// Bytes from L2: 512·S a tile, and out_proj's weights again for every tile of a cluster, 256 KB for
+// each 128 of P: at extra 2.4 + 0.6 GB. Predicts: extra 0.48 ms, 30 µs of it the inputs; af2 0.32
+// ms; extra_long 1.9 ms. Recorded: extra 0.66 ms: at 10's 6 TB/s L2 needs 0.5 by itself, and cannot
+// always be hidden (a guess).
+// Shapes: any B, S, N; C up to 32 (padded to 32), D up to 512, P below 2^19.
 #include "outer_product_mean/bf16_tiles.cuh"
 #include "outer_product_mean/tile_ring.cuh"
 

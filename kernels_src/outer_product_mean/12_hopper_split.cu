@@ -2,13 +2,13 @@
 // As 11, for fp32: a, b, outer and out_weight are in two parts of fp16 (split_operands.cuh), and of
 // each product three are made: small · big, big · small, big · big. wgmma truncates what it adds,
 // so every PROMOTE s the sums move to where outer will be, to be added in fp32. The big weights
-// multiply both parts of outer at once, and each stage's sums are added in fp32 too.
-// Operations: 3 · (2·B·S·N²·C² + 2·B·N²·C²·P), at af2 464 + 116 G. A tile of 4 i × 8 j takes 48·S
-// tensor cycles, 7,200 or more for its projection (896 KB leave shared memory at 128 bytes a cycle;
-// a ring of 96 KB rather allows 10,000), 1,500 to split outer, 2,000 each time that sums move.
-// Bytes from L2: 1024·S + 256 K a tile. Predicts at af2, 35 tiles for each block: 0.8 ms and 0.07
-// for the inputs; peak 0.13 GB beside them. Shapes: D up to 256, C up to 32 (padded to 32), any B,
-// S, N, P.
+// multiply both parts of outer at once, and each stage's sums are added in fp32 too. Operations: 3
+// · (2·B·S·N²·C² + 2·B·N²·C²·P), at af2 464 + 116 G. A tile of 4 i × 8 j takes 48·S tensor cycles,
+// 7,200 or more for its projection (896 KB leave shared memory at 128 bytes a cycle; a ring of 96
+// KB rather allows 10,000), 1,500 to split outer, 2,000 each time that sums move. Bytes from L2:
+// 1024·S + 256 K a tile. Predicts at af2, 35 tiles for each block: 0.8 ms and 0.07 for the inputs;
+// peak 0.13 GB beside them. Recorded at seed, which is not meant for it: 26.9 µs.
+// Shapes: D up to 256, C up to 32 (padded to 32), any B, S, N, P below 2^19.
 #include "outer_product_mean/split_tiles.cuh"
 #include "outer_product_mean/tile_ring.cuh"
 
@@ -157,26 +157,6 @@ __device__ void project_outer(float (&projected)[16], const unsigned char* ring,
             project_steps<kRest>(projected, weight, pairs);
         }
         release(empty, place.stage);
-    }
-}
-
-// out[i][j][p] of a tile's 32 pairs for a warp's outputs p to p + 15, which were scaled by
-// 2^(shift + shifts[p]); 8 lanes write 32 bytes in one piece.
-__device__ void store_out(const float (&projected)[16], const float* shifts, const float* out_bias,
-                          float* out, int64_t batch, int first_i, int first_j, int p, int shift,
-                          int N, int P) {
-    const int lane = threadIdx.x % kWarpSize;
-    for (int half = 0; half < 2; ++half) {
-        const int output = p + lane / 4 + 8 * half;
-        if (output >= P) continue;
-        const float bias = out_bias[output];
-        const int back = -shift - int(shifts[output]);
-        for (int e = 0; e < 8; ++e) {
-            const int i = first_i + e / 2, j = first_j + lane % 4 * 2 + e % 2;
-            if (i >= N || j >= N) continue;
-            out[((batch * N + i) * N + j) * P + output] =
-                scale_by(projected[e / 2 * 4 + 2 * half + e % 2], back) + bias;
-        }
     }
 }
 

@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 SHARED_BYTES = 227 * 1024  # the most that a block can have on compute capability 9.0
 BLOCK_THREADS = 1024
 OUTPUTS = 128  # pair channels of one pass over out_proj's weights, which are padded to whole passes
+RING_OUTPUTS = 2**19 - OUTPUTS  # whose weights lie within 31 bits of bytes, as tile_ring.cuh counts them
 
 Run = Callable[[Any, Any, Tensor, Tensor], Tensor]
 
@@ -55,7 +56,7 @@ def _parameters(module: OuterProductMean | Parameters) -> Parameters:
 
 def _row_mask(mask: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The mask as kernels take it; one of another dtype or layout is copied, it is 1/D of msa."""
-    return mask.to(dtype).contiguous()
+    return mask if mask.dtype is dtype and mask.is_contiguous() else mask.to(dtype).contiguous()
 
 
 def _padded(size: int, multiple: int) -> int:
@@ -245,13 +246,13 @@ STAGES: tuple[Stage, ...] = (
         _bf16_tiles("hopper"),
         precision="bf16",
         constants=_sizes("D"),
-        unsupported=_at_most(D=512, C=32),
+        unsupported=_at_most(D=512, C=32, P=RING_OUTPUTS),
     ),
     _stage(
         "12_hopper_split.cu",
         _hopper_split,
         constants=_sizes("D", "C"),
-        unsupported=_at_most(D=256, C=32),
+        unsupported=_at_most(D=256, C=32, P=RING_OUTPUTS),
     ),
 )
 

@@ -9,20 +9,17 @@
 #pragma once
 
 #include "hopper.cuh"
+#include "outer_product_mean/bf16_rows.cuh"
 #include "outer_product_mean/tile_order.cuh"
-
-#include <cuda_bf16.h>
 
 #ifndef DEPTH
 #define DEPTH 32  // rows of the alignment in one step of the product's pipeline: 16, 32 or 64
 #endif
 
-using Bf16 = __nv_bfloat16;
 constexpr float kEpsilon = 1e-5f;
 constexpr int kHidden = 32;                        // C, padded with zeros
 constexpr int kDepth = DEPTH;                      // s
 constexpr int kPadS = 64;                          // a and b end in zeros at multiples of this
-constexpr int kChunks = ceil_div(D, 32);           // pieces of 8 channels of a row in a thread
 constexpr int kWeightStride = 32 * (kChunks | 1);  // odd: adjacent rows lie half the banks apart
 constexpr int kOutRow = 24;  // a warp's 16 outputs of a pair, padded so that banks differ
 constexpr int kOutElements = kTileI * kTileJ * kOutRow;
@@ -71,41 +68,6 @@ __global__ void __launch_bounds__(kPrepareThreads)
         for (int w = 1; w < kPrepareThreads / kWarpSize; ++w) count += partial[w][lane];
         reciprocal[batch * padded_n + n] = 1.0f / fmaxf(1.0f, count);
     }
-}
-
-// The two bf16 of a register.
-__device__ inline float low(uint32_t pair) { return __uint_as_float(pair << 16); }
-__device__ inline float high(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
-
-// Channels c to c + 7 of a row, zeros from D on.
-__device__ inline void load_chunk(uint32_t (&x)[4], const Bf16* row, int c, bool valid) {
-    if constexpr (D % 8 == 0) {
-        const bool inside = valid && c < D;
-        const uint4 chunk = inside ? *reinterpret_cast<const uint4*>(row + c) : uint4{0, 0, 0, 0};
-        x[0] = chunk.x, x[1] = chunk.y, x[2] = chunk.z, x[3] = chunk.w;
-    } else {
-        for (int e = 0; e < 8; e += 2) {
-            x[e / 2] = 0;
-            if (valid && c + e < D) x[e / 2] |= __bfloat16_as_ushort(row[c + e]);
-            if (valid && c + e + 1 < D) x[e / 2] |= __bfloat16_as_ushort(row[c + e + 1]) << 16;
-        }
-    }
-}
-
-// Deviations of a row from its mean, squared and summed; its quad of lanes has the row.
-__device__ inline float sum_squares(const uint32_t (&x)[kChunks][4], float mean) {
-    float squares = 0;
-#pragma unroll
-    for (int m = 0; m < kChunks; ++m) {
-        for (int e = 0; e < 4; ++e) {
-            const int c = 8 * (4 * m + threadIdx.x % 4) + 2 * e;
-            const float first = low(x[m][e]) - mean, second = high(x[m][e]) - mean;
-            if (D % 32 == 0 || c < D) squares += first * first;
-            if (D % 32 == 0 || c + 1 < D) squares += second * second;
-        }
-    }
-    squares += __shfl_xor_sync(~0u, squares, 1);
-    return squares + __shfl_xor_sync(~0u, squares, 2);
 }
 
 // a = proj_a(layer_norm(msa)) · mask and b likewise. LayerNorm moves behind the projection,

@@ -1,64 +1,61 @@
-// For stage 08: rows of msa and of weights, read by neighbouring lanes in pieces of four values and
-// written to shared memory as operands in two parts.
+// For stage 08: rows of a and b in shared memory as operands in two parts, 16 to a tile of the
+// tensor cores: how projections write them and how products read them.
 #pragma once
 
-#include "outer_product_mean/split_operands.cuh"
+#include "outer_product_mean/split_projections.cuh"
 
-// row[at] to row[at + 3]; zeros from kSize on
-template <int kSize>
-__device__ float4 load_four(const float* row, int at, bool valid) {
-    if (kSize % 4 == 0) return valid && at < kSize ? load4(row + at) : make_float4(0, 0, 0, 0);
-    return make_float4(valid && at < kSize ? row[at] : 0, valid && at + 1 < kSize ? row[at + 1] : 0,
-                       valid && at + 2 < kSize ? row[at + 2] : 0,
-                       valid && at + 3 < kSize ? row[at + 3] : 0);
-}
+constexpr int kRowWords = kHidden / 2 + 4;  // pairs of h or k; 80 bytes, no bank conflicts
 
-template <int kRows, int kWords>
-__device__ void store_four(uint32_t (&to)[2][kRows][kWords], int row, int at, float4 v) {
-    uint2 big, small;
-    split(v.x, v.y, big.x, small.x);
-    split(v.z, v.w, big.y, small.y);
-    *reinterpret_cast<uint2*>(&to[0][row][at / 2]) = big;
-    *reinterpret_cast<uint2*>(&to[1][row][at / 2]) = small;
-}
-
-__device__ float sum_of(float4 v) { return (v.x + v.y) + (v.z + v.w); }
-__device__ float4 scaled(float4 v, float by) {
-    return make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
-}
-__device__ float4 product(float4 v, float4 w) {
-    return make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
-}
-__device__ float largest_of(float4 v) {
-    return fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
-}
-
-// Over the 16 lanes that have a row.
-__device__ float row_sum(float value) {
-    for (int lanes = 8; lanes > 0; lanes /= 2) value += __shfl_xor_sync(kFullMask, value, lanes);
-    return value;
-}
-__device__ float row_max(float value) {
-    for (int lanes = 8; lanes > 0; lanes /= 2) {
-        value = fmaxf(value, __shfl_xor_sync(kFullMask, value, lanes));
+// a (matrix 0) or b of kTiles tiles of normalised rows, written from first_row on. The tiles share
+// what is read of the weights.
+template <int kTiles, int kRows>
+__device__ void project_rows(const Projections& projections, int matrix,
+                             const float (*x)[2][kSteps][4], const float (*present)[2],
+                             uint32_t (&to)[2][kRows][kRowWords], int first_row) {
+    const int lane = threadIdx.x % kWarpSize;
+    const float scale = power_of_two(shift_of(projections, matrix));
+    float sums[kTiles][kColumnTiles][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        uint32_t big[kTiles][4], small[kTiles][4];
+        for (int tile = 0; tile < kTiles; ++tile) {
+            split_tile(x[tile], step, big[tile], small[tile]);
+        }
+#pragma unroll
+        for (int column = 0; column < kColumnTiles; ++column) {
+            const uint4 w = projections.weight[matrix][column][step][lane];
+            for (int tile = 0; tile < kTiles; ++tile) {
+                mma_m16n8k16_fp16(sums[tile][column], big[tile], {w.z, w.w});
+                mma_m16n8k16_fp16(sums[tile][column], small[tile], {w.x, w.y});
+                mma_m16n8k16_fp16(sums[tile][column], big[tile], {w.x, w.y});
+            }
+        }
     }
-    return value;
+    for (int tile = 0; tile < kTiles; ++tile) {
+        for (int half = 0; half < 2; ++half) {
+            const int row = first_row + tile * 16 + half * 8 + lane / 4, word = lane % 4 * 4;
+            finish(projections, matrix, sums[tile], half, present[tile][half] * scale,
+                   reinterpret_cast<uint4&>(to[0][row][word]),
+                   reinterpret_cast<uint4&>(to[1][row][word]));
+        }
+    }
 }
 
-// A 16 × 16 operand, mma's a: rows from `row` on, columns from 16 · step on
-template <int kRows, int kWords>
-__device__ void load_rows(uint32_t (&operand)[2][4], const uint32_t (&from)[2][kRows][kWords],
-                          int row, int step) {
+// A 16 × 16 operand (big, small): rows from `row` on, h or k from 16 · step on
+template <int kRows>
+__device__ void load_operand(uint32_t (&operand)[2][4], const uint32_t (&from)[2][kRows][kRowWords],
+                             int row, int step) {
     const int lane = threadIdx.x % kWarpSize;
     for (int part = 0; part < 2; ++part) {
         ldmatrix_x4(operand[part], &from[part][row + lane % 16][step * 8 + lane / 16 * 4]);
     }
 }
 
-// d += a · b with operands in two parts
-__device__ void multiply(float (&d)[4], const uint32_t (&a)[2][4], const uint32_t* b_big,
-                         const uint32_t* b_small) {
-    mma_m16n8k16_fp16(d, a[1], {b_big[0], b_big[1]});
-    mma_m16n8k16_fp16(d, a[0], {b_small[0], b_small[1]});
-    mma_m16n8k16_fp16(d, a[0], {b_big[0], b_big[1]});
+// d += a · b with operands in two parts; the products with a small part have a sum of their own,
+// so that chains of dependent mma are short and lose little.
+__device__ void multiply(float (&d)[4], float (&d_small)[4], const uint32_t (&a)[2][4],
+                         const uint32_t (&b)[2][2]) {
+    mma_m16n8k16_fp16(d_small, a[0], b[1]);
+    mma_m16n8k16_fp16(d_small, a[1], b[0]);
+    mma_m16n8k16_fp16(d, a[0], b[0]);
 }

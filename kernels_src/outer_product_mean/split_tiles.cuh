@@ -1,6 +1,7 @@
-// What stage 12 does before its products: a, b and out_weight in two parts of fp16, in the order in
-// which wgmma reads them, so that a stage of the ring is one contiguous piece; the powers of two
-// that they are scaled by; the divisor. Two launches.
+// What stage 12 does before and after its products: a, b and out_weight in two parts of fp16, in
+// the order in which wgmma reads them, so that a stage of the ring is one contiguous piece; the
+// powers of two that they are scaled by; the divisor, in two launches; and the store of a tile's
+// results.
 //
 // A core matrix is 8 rows of 8 fp16, 128 bytes in one piece.
 //     a, b    [batch][tile of 4 or 8 residues][step of 16 s][big, small]
@@ -153,4 +154,24 @@ inline cudaError_t write_inputs(const float* msa, const float* mask, const float
                   sizeof(Projections), stream)
         .early(EARLY)(msa, mask, layer_norm_weight, layer_norm_bias, proj_a_weight, proj_a_bias,
                       proj_b_weight, proj_b_bias, a, b, shifts, S, N, steps, padded_n, tiles);
+}
+
+// out[i][j][p] of a tile's 32 pairs for a warp's outputs p to p + 15, which were scaled by
+// 2^(shift + shifts[p]); 8 lanes write 32 bytes in one piece.
+__device__ inline void store_out(const float (&projected)[16], const float* shifts,
+                                 const float* out_bias, float* out, int64_t batch, int first_i,
+                                 int first_j, int p, int shift, int N, int P) {
+    const int lane = threadIdx.x % kWarpSize;
+    for (int half = 0; half < 2; ++half) {
+        const int output = p + lane / 4 + 8 * half;
+        if (output >= P) continue;
+        const float bias = out_bias[output];
+        const int back = -shift - int(shifts[output]);
+        for (int e = 0; e < 8; ++e) {
+            const int i = first_i + e / 2, j = first_j + lane % 4 * 2 + e % 2;
+            if (i >= N || j >= N) continue;
+            out[((batch * N + i) * N + j) * P + output] =
+                scale_by(projected[e / 2 * 4 + 2 * half + e % 2], back) + bias;
+        }
+    }
 }
