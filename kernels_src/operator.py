@@ -157,6 +157,11 @@ class Operator:
         return msa.to(device=device, dtype=dtype), mask.to(device=device, dtype=dtype)
 
 
+def under_autocast(tensor: Tensor) -> bool:
+    """Whether autocast chooses the dtype that PyTorch's own layers would compute with on this device."""
+    return torch.is_autocast_enabled("cuda" if tensor.is_cuda else "cpu")
+
+
 def check_inputs(module: nn.Module, msa: Tensor, mask: Tensor) -> None:
     """Raise ValueError or TypeError, naming the argument, unless the call makes sense for both operators."""
     width = module.layer_norm.normalized_shape[0]
@@ -174,7 +179,7 @@ def check_inputs(module: nn.Module, msa: Tensor, mask: Tensor) -> None:
         raise TypeError(f"mask: expected 0 and 1 of a real dtype, got {mask.dtype}")
     if msa.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"msa: expected float32 or bfloat16, got {msa.dtype}")
-    if weight.dtype != msa.dtype:
+    if weight.dtype != msa.dtype and not under_autocast(msa):
         raise TypeError(f"msa: expected {weight.dtype} as the module's parameters, got {msa.dtype}")
     for name, tensor in (("mask", mask), ("module", weight)):
         if tensor.device != msa.device:

@@ -1,0 +1,148 @@
+"""What the fused modules share: the choice of a stage, and calls that cost little once they were checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import jit_loader
+from kernels_src.operator import Operator, Stage, under_autocast
+
+
+def first_that_supports(
+    operator: Operator, numbers: Sequence[str], shape: Any, dtype: torch.dtype, device_type: str
+) -> Stage:
+    """The first of these stages that supports a call. Raises ValueError where none does, and why of each."""
+    reasons = []
+    for number in numbers:
+        stage = operator.stage(number)
+        reason = stage.unsupported(shape)
+        if device_type == "cpu" and not stage.on_cpu:
+            reason = "has no CPU model"
+        if not reason:
+            return stage
+        reasons.append(f"{stage.name}: {reason}")
+    raise ValueError(f"msa: no stage supports {shape} in {dtype}; {'; '.join(reasons)}")
+
+
+def check_parameters(operator: Operator, shape: Any, parameters: Sequence[Tensor]) -> None:
+    """Raise ValueError, naming a parameter, unless all have the reference's shapes: kernels trust them."""
+    expected = _parameter_shapes(operator.build, shape)
+    if len(parameters) != len(expected):
+        raise ValueError(f"parameters: expected {', '.join(expected)}; got {len(parameters)} tensors")
+    for (name, wanted), parameter in zip(expected.items(), parameters, strict=True):
+        if parameter.shape != wanted:
+            raise ValueError(f"{name}: expected {tuple(wanted)}, got {tuple(parameter.shape)}")
+
+
+@cache
+def _parameter_shapes(build: Callable[[Any], nn.Module], shape: Any) -> dict[str, torch.Size]:
+    with torch.device("meta"):
+        return {name: parameter.shape for name, parameter in build(shape).named_parameters()}
+
+
+class CheckedCall(NamedTuple):
+    """What is kept of a call that was right, for others with tensors of the same sizes and dtypes."""
+
+    run: Callable[[Any, Any, Tensor, Tensor], Tensor]
+    kernels: jit_loader.Kernels
+    parameter_sizes: list[int]
+
+
+class FusedModule(nn.Module):
+    """Forward by the fastest stage; a base class that comes before the operator's reference.
+
+    A call like one before costs little: only what the loader does not check of every pointer is compared,
+    which is sizes. Under autocast the result has the dtype that the reference's has; it is computed in
+    bfloat16 where that is autocast's dtype, else in float32.
+    """
+
+    operator: Operator
+    fastest_stage: Callable[[Any, torch.dtype, str], Stage]  # shape, dtype, device type → stage
+
+    _calls: Mapping[Any, CheckedCall] = MappingProxyType({})
+
+    @classmethod
+    def of(cls, reference: nn.Module) -> FusedModule:
+        """A fused module that has a reference's own layers, so that it follows their parameters."""
+        fused = cls.__new__(cls)
+        fused.__dict__ |= {**reference.__dict__, "_modules": dict(reference._modules)}
+        return fused
+
+    def as_arguments(self, parameters: Sequence[Tensor]) -> Any:
+        """What stages take in place of a module that has these parameters."""
+        raise NotImplementedError
+
+    def as_custom_op(self, msa: Tensor, mask: Tensor, parameters: list[Tensor]) -> Tensor:
+        """The call as one node of a graph, for what traces calls."""
+        raise NotImplementedError
+
+    def forward(self, msa: Tensor, mask: Tensor) -> Tensor:
+        """The reference's result. Raises RuntimeError where gradients or dropout would be needed."""
+        if self.training or torch.is_grad_enabled():
+            self.refuse_training(msa)
+        if (
+            type(msa) is not Tensor  # a tracer's, for example
+            or type(mask) is not Tensor
+            or torch.compiler.is_compiling()
+            or under_autocast(msa)
+        ):
+            return self._traceable(msa, mask)
+        # Read as dicts, several times quicker than through nn.Module's attributes.
+        layers = self._modules.values()
+        parameters = [p for layer in layers for p in layer._parameters.values() if p is not None]
+        key = (msa.shape, mask.shape, msa.dtype, mask.dtype, msa.is_cuda)
+        call = self._calls.get(key)
+        if call and [*map(Tensor.numel, parameters)] == call.parameter_sizes:
+            try:
+                return call.run(call.kernels, self.as_arguments(parameters), msa, mask)
+            except (TypeError, ValueError):
+                pass  # something else has changed: what it is, or what to do about it, is found below
+        call = self._check(msa, mask, parameters)
+        output = call.run(call.kernels, self.as_arguments(parameters), msa, mask)
+        self._calls = {**self._calls, key: call}
+        return output
+
+    def refuse_training(self, msa: Tensor) -> None:
+        """Raise RuntimeError, naming what would need it, where a call would need a backward."""
+        if not torch.is_grad_enabled():
+            return
+        if isinstance(msa, Tensor) and msa.requires_grad:
+            raise RuntimeError("msa: the fused operator has no backward; detach msa or use torch.no_grad()")
+        if self.training and any(parameter.requires_grad for parameter in self.parameters()):
+            raise RuntimeError(
+                "parameters: the fused operator has no backward; call eval() or use torch.no_grad()"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_calls": {}}  # copies and pickles load their own
+
+    def _check(self, msa: Tensor, mask: Tensor, parameters: Sequence[Tensor]) -> CheckedCall:
+        shape = self.operator.stages[0].shape_of(self, msa, mask)
+        check_parameters(self.operator, shape, parameters)
+        stage = self.fastest_stage(shape, msa.dtype, msa.device.type)
+        return CheckedCall(stage.run, stage.load(shape), [*map(Tensor.numel, parameters)])
+
+    def _traceable(self, msa: Tensor, mask: Tensor) -> Tensor:
+        parameters = [parameter.detach() for parameter in self.parameters()]
+        wanted = _autocast_dtype(msa)
+        if wanted:
+            dtype = torch.bfloat16 if wanted is torch.bfloat16 else torch.float32
+            msa, parameters = msa.to(dtype), [parameter.to(dtype) for parameter in parameters]
+        self.operator.stages[0].shape_of(self, msa, mask)
+        output = self.as_custom_op(msa, mask, parameters)
+        return output.to(wanted) if wanted else output
+
+
+def _autocast_dtype(msa: Tensor) -> torch.dtype | None:
+    """The dtype that autocast would have the reference compute in; None where it leaves it alone."""
+    if not isinstance(msa, Tensor) or not under_autocast(msa):
+        return None
+    if msa.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    return torch.get_autocast_dtype(msa.device.type)
