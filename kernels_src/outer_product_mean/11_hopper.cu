@@ -7,7 +7,7 @@
 // twice 64 KB of products leave shared memory at 128 bytes a cycle) and 1,000 without products.
 // Bytes from L2: 512·S a tile, and out_proj's weights again for every tile of a cluster, 256 KB for
 // each 128 of P: at extra 2.4 + 0.6 GB. Predicts: extra 0.48 ms, 30 µs of it the inputs; af2 0.32
-// ms; extra_long 1.9 ms. Recorded: extra 0.66 ms: at 10's 6 TB/s L2 needs 0.5 by itself, and cannot
+// ms; extra_long 1.9 ms. Outcome: extra 0.66 ms: at 10's 6 TB/s L2 needs 0.5 by itself, and cannot
 // always be hidden (a guess).
 // Shapes: any B, S, N; C up to 32 (padded to 32), D up to 512, P below 2^19.
 #include "outer_product_mean/bf16_tiles.cuh"
