@@ -13,6 +13,7 @@ import pytest
 import torch
 from processes import Child, compilations, counting_compiler, factor_of, in_child, write_scale
 
+import jit.source
 import jit_loader
 
 
@@ -138,9 +139,22 @@ def test_every_header_that_the_compiler_read_is_in_the_key(tmp_path, compiler):
     factor_of(source)
     kernels = jit_loader.load(source).build("cuda")
     for target, library in kernels._libraries.items():
-        headers = [Path(path) for path, _ in library.build.headers]
+        headers = [Path(path) for path, _ in library.build.headers.read]
         assert {"factor.h", "driver_types.h", "stdc-predef.h"} <= {path.name for path in headers}, target
         assert all(path.is_file() and path.is_absolute() for path in headers)
+
+
+def test_builds_of_different_headers_are_not_mixed(tmp_path, compiler):
+    """One object was built for the CPU before an edit, and for CUDA after it."""
+    source = write_scale(tmp_path, 3)
+    factor_of(source)
+    mixed = jit_loader.load(source)
+    edit_header(tmp_path, 4)
+    mixed.build("cuda")
+    for factor in (3, 4, 3):
+        write_scale(tmp_path, 3) if factor == 3 else edit_header(tmp_path, factor)
+        assert jit_loader.load(source) is not mixed
+        assert factor_of(source) == factor
 
 
 # ---- what else makes another build
@@ -156,6 +170,100 @@ def test_defines_and_flags_make_builds_of_their_own(tmp_path, compiler):
         assert factor_of(source, flags=["-DFACTOR=13"]) == 13
         assert factor_of(source) == 3
     assert compilations(compiler) == 6
+
+
+def test_a_relative_include_folder_is_of_the_current_folder(tmp_path, compiler, monkeypatch):
+    text = write_scale(tmp_path).read_text()
+    for folder, factor in (("first", 2), ("second", 5), ("first", 2)):
+        (tmp_path / folder / "headers").mkdir(parents=True, exist_ok=True)
+        edit_header(tmp_path / folder / "headers", factor)
+        monkeypatch.chdir(tmp_path / folder)
+        assert factor_of(text, flags=["-Iheaders"]) == factor
+    assert compilations(compiler) == 2
+
+
+def test_two_copies_of_the_project_use_their_own_headers(tmp_path, compiler):
+    """One text and one cache; the headers of both copies are unchanged."""
+    text = write_scale(tmp_path).read_text()
+    for copy, factor in (("first", 2), ("second", 5), ("first", 2)):
+        (tmp_path / copy).mkdir(exist_ok=True)
+        edit_header(tmp_path / copy, factor)
+        assert in_child(_in_copy, tmp_path / copy, text) == factor
+    assert compilations(compiler) == 2
+
+
+def _in_copy(folder, text):
+    jit.source.SOURCES = folder
+    return factor_of(text)
+
+
+def test_a_changed_variable_is_noticed_at_the_next_call(tmp_path, compiler, monkeypatch):
+    source = write_scale(tmp_path)
+    other = counting_compiler(tmp_path / "other")
+    for chosen, counts in ((compiler, (1, 0)), (other, (1, 1)), (compiler, (1, 1)), (other, (1, 1))):
+        monkeypatch.setenv("CXX", str(chosen))
+        assert factor_of(source) == 3
+        assert (compilations(compiler), compilations(other)) == counts
+    monkeypatch.setenv("CPATH", str(tmp_path))
+    factor_of(source)
+    assert compilations(other) == 2
+    monkeypatch.delenv("CPATH")
+    monkeypatch.setenv("FOLDFUSE_CACHE", str(tmp_path / "another cache"))
+    factor_of(source)
+    assert compilations(other) == 3
+
+
+WATCHED = r"""
+#include <driver_types.h>
+#include <stdint.h>
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+static int accesses = 0, order = -1;
+
+#ifdef RACES
+#define HOOK extern "C" __attribute__((no_sanitize("thread"))) void
+HOOK __tsan_init() {}
+HOOK __tsan_func_entry(void*) {}
+HOOK __tsan_func_exit() {}
+HOOK __tsan_read4(void*) { ++accesses; }
+HOOK __tsan_write4(void*) { ++accesses; }
+HOOK __tsan_write8(void*) { ++accesses; }
+#endif
+
+EXPORT void cpu_schedule(int chosen, uint64_t seed) { order = chosen; }
+EXPORT cudaError_t watched(float* y, cudaStream_t stream) {
+    y[0] = FACTOR;
+    y[1] = order;
+    y[2] = accesses;
+    return cudaSuccess;
+}
+"""
+
+
+def _watched(schedule, factor=5):
+    """What the function writes: its factor, the order that it was given, and how many accesses were seen."""
+    y = torch.empty(3)
+    with jit_loader.cpu_schedule(schedule):
+        jit_loader.load(WATCHED, defines={"FACTOR": factor}, name="watched").watched(y)
+    return y.tolist()
+
+
+def test_races_are_sought_in_a_build_of_its_own(tmp_path, compiler):
+    """The compiler reports each access to what the source has for it; nothing of the sanitizer is linked."""
+    assert _watched("reverse") == [5, 1, 0]
+    for count in (2, 2):
+        value, order, accesses = _watched("races")
+        assert (value, order) == (5, 0) and accesses > 0
+        assert _watched("forward") == [5, 0, 0]
+        assert compilations(compiler) == count
+    assert in_child(_watched, "races")[2] > 0
+    assert compilations(compiler) == 2
+    with jit_loader.cpu_schedule("races"):
+        items = [jit_loader.load(WATCHED, defines={"FACTOR": 6}, name="watched")]
+        jit_loader.prebuild(items, backend="cpu", progress=False)
+    assert compilations(compiler) == 3
+    assert _watched("races", 6)[0] == 6
+    assert compilations(compiler) == 3
 
 
 def test_one_text_under_two_names_shares_no_symbols(tmp_path, compiler):
@@ -229,7 +337,10 @@ def test_another_arch_or_nvcc_makes_another_build(tmp_path, compiler):
     toolkit = copied_toolkit(tmp_path / "toolkit", b"77")
     other_nvcc, right = in_child(_built_for, source, "9.0a", env={"CUDA_HOME": str(toolkit)})
     assert right
-    assert len({first, other_arch, other_nvcc}) == 3
+    other_host = counting_compiler(tmp_path / "host")  # nvcc's own
+    other_gcc, right = in_child(_built_for, source, "9.0a", env={"CC": str(other_host)})
+    assert right and compilations(other_host) > 0
+    assert len({first, other_arch, other_nvcc, other_gcc}) == 4
     count = compilations(compiler)
     assert in_child(_built_for, source, "9.0a") == (first, True)
     assert in_child(_built_for, source, "9.0a", env={"CUDA_HOME": str(toolkit)}) == (other_nvcc, True)
@@ -284,6 +395,13 @@ def test_prebuild_builds_all_and_shows_progress(tmp_path, compiler, capsys):
     jit_loader.prebuild(items, backend="cpu", progress=False)
     assert compilations(compiler) == 5
     assert capsys.readouterr().err == ""
+
+
+def test_eight_threads_and_one_kernel_make_one_compilation(tmp_path, compiler):
+    source = write_scale(tmp_path)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(factor_of, [source] * 8)) == [3] * 8
+    assert compilations(compiler) == 1
 
 
 def test_prebuild_builds_the_others_before_it_raises(tmp_path, compiler):
@@ -374,8 +492,10 @@ def test_a_relative_path_is_of_the_current_folder(tmp_path, compiler, monkeypatc
         assert factor_of(Path("scale.cu")) == factor
 
 
-def test_a_path_given_as_text_is_refused():
+def test_a_path_given_as_text_and_options_in_another_form_are_refused():
     with pytest.raises(ValueError, match=r"for a file pass Path\('kernels/scale.cu'\)"):
         jit_loader.load("kernels/scale.cu")
     with pytest.raises(TypeError, match="flags: expected a list of options"):
         jit_loader.load(Path("scale.cu"), flags="-G")
+    with pytest.raises(ValueError, match="flags: write -I and its folder as one option"):
+        jit_loader.load(Path("scale.cu"), flags=["-I", "headers"])

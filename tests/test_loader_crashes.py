@@ -14,6 +14,9 @@ import pytest
 from processes import CONTEXT, Child, compilations, counting_compiler, factor_of, in_child, write_scale
 
 import jit_loader
+from jit.compile import torch_extension
+from jit.source import Target
+from jit.staging import kill_compilers
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ def working_in(folder: Path) -> list[str]:
 def end_orphans(cache: Path) -> None:
     """End the compilers of killed processes."""
     for staging in cache.glob("staging/*"):
-        jit_loader._kill_compilers(staging)
+        kill_compilers(staging)
 
 
 def wait_for(condition, seconds=60):
@@ -61,7 +64,7 @@ def _killed_at(step: int, source: Path) -> list[str]:
                 os.kill(os.getpid(), signal.SIGKILL)
             steps.append(event)
 
-    jit_loader._torch_extension(jit_loader.Target("cpu", ""))  # importing it takes hundreds of steps
+    torch_extension(Target("cpu"))  # importing it takes hundreds of steps
     sys.addaudithook(watch)
     factor_of(source)
     return steps

@@ -13,6 +13,7 @@ from processes import SCALE, factor_of, in_child, write_scale
 from test_loader_builds import copied_toolkit
 
 import jit_loader
+from jit import toolchain
 
 TEXT = SCALE.replace('#include "factor.h"', "#define FACTOR 3")
 
@@ -38,8 +39,8 @@ def _attempt(hide: tuple[str, ...], backend: str, arch: str | None = None, torch
     if "pip" in hide:  # as if torch had been installed without its packages for nvcc
         torch.__file__ = "/nowhere/torch/__init__.py"
     if "usual" in hide:
-        places = jit_loader.toolkits
-        jit_loader.toolkits = lambda: (kit for kit in places() if kit.reason != "the usual place")
+        places = toolchain.toolkits
+        toolchain.toolkits = lambda: (kit for kit in places() if kit.reason != "the usual place")
     if "python" in hide:  # its folder has ninja
         sys.executable = "/nowhere/python"
     if torch_cuda != "as is":
@@ -86,6 +87,16 @@ def test_without_a_host_compiler(bare_path, backend):
     assert parts == ["C++ compiler"]
 
 
+def test_without_the_host_compiler_of_nvcc(bare_path):
+    """g++ alone is enough for the CPU."""
+    (bare_path / "c++").symlink_to(shutil.which("c++"))
+    error, parts = in_child(_attempt, (), "cuda", env={"PATH": str(bare_path), "CC": None})
+    assert error == "gcc (on PATH) was not found; install g++, for example: apt install g++"
+    assert parts == ["nvcc"]
+    env = {"PATH": str(bare_path), "CC": None}
+    assert in_child(_attempt, (), "cpu", env=env) == ("it was built", ["nvcc"])
+
+
 def test_without_ninja(bare_path):
     (bare_path / "ninja").unlink()
     (bare_path / "c++").symlink_to(shutil.which("c++"))
@@ -106,6 +117,16 @@ def test_nvcc_older_than_the_arch():
     assert "does not know compute capability 99.0a, only 7.5, " in error and "; install a newer one" in error
     with pytest.raises(ValueError, match="arch: expected a compute capability such as 9.0a, got 'sm_90'"):
         jit_loader.load(TEXT, name="scale").build("cuda", "sm_90")
+    error, parts = in_child(_attempt_for_newest, "99.0a")
+    assert "does not know compute capability 99.0a" in error
+    assert parts == ["nvcc"]
+
+
+def _attempt_for_newest(arch):
+    """As on a machine whose GPU is newer than its toolkit."""
+    toolchain.NEWEST_ARCH = arch
+    torch.cuda.is_available = lambda: False
+    return _attempt((), "cuda")
 
 
 def test_nvcc_and_torch_of_different_cuda():
@@ -126,7 +147,7 @@ def test_a_compiler_that_does_not_run(tmp_path):
     assert parts == ["C++ compiler"]
 
 
-@pytest.mark.parametrize("archs", ["banana", "6.1;9.0+PTX", "", "Hopper"])
+@pytest.mark.parametrize("archs", ["banana", "6.1;9.0+PTX"])
 def test_an_odd_arch_list_is_not_used(archs):
     """torch's own variable: it would be compiled for those, or refuse to compile."""
     error, parts = in_child(_attempt, (), "cuda", env={"TORCH_CUDA_ARCH_LIST": archs})
@@ -244,17 +265,23 @@ def test_a_full_report_names_everything(tmp_path):
     assert findings[-1].found == "not usable" and "FOLDFUSE_CACHE" in findings[-1].advice
 
 
-def test_without_disassemblers(tmp_path):
+@pytest.mark.parametrize("name", ["cuobjdump", "nvdisasm"])
+def test_without_a_disassembler(tmp_path, name):
+    """The one of pip's packages stands in for it; without that, one sentence."""
     toolkit = copied_toolkit(tmp_path / "toolkit")
-    (toolkit / "bin" / "cuobjdump").unlink(missing_ok=True)
-    env = {"CUDA_HOME": str(toolkit), "PATH": os.environ["PATH"]}
-    assert in_child(_sass_error, env=env) == "cuobjdump was not found; pip install nvidia-cuda-cuobjdump"
+    (toolkit / "bin" / name).unlink(missing_ok=True)
+    env = {"CUDA_HOME": str(toolkit)}
+    assert "BAR.SYNC" in in_child(_sass, False, env=env)
+    assert in_child(_sass, True, env=env) == f"{name} was not found; pip install nvidia-cuda-{name}"
 
 
-def _sass_error():
-    jit_loader.toolkits = lambda: iter([jit_loader.Toolkit(Path(os.environ["CUDA_HOME"]), "$CUDA_HOME")])
+def _sass(alone):
+    """The machine code, or what lacks where there is one toolkit alone."""
+    if alone:
+        toolchain.toolkits = lambda: iter([toolchain.Toolkit(Path(os.environ["CUDA_HOME"]), "$CUDA_HOME")])
+    text = TEXT.replace("y[threadIdx.x] =", "__syncthreads(); y[threadIdx.x] =")
     try:
-        return jit_loader.load(TEXT, name="scale").sass()
+        return jit_loader.load(text, name="scale").sass()
     except jit_loader.ToolchainError as error:
         return str(error)
 
@@ -263,5 +290,5 @@ def test_the_cpu_needs_no_nvcc(tmp_path):
     """The headers that come with torch's own packages are enough."""
     toolkit = tmp_path / "headers only"
     toolkit.mkdir()
-    (toolkit / "include").symlink_to(jit_loader._cuda_headers()[0])
+    (toolkit / "include").symlink_to(toolchain.cuda_headers()[0])
     assert in_child(factor_of, write_scale(tmp_path), env={"CUDA_HOME": str(toolkit)}) == 3
