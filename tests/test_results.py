@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pandas as pd
 import pytest
 from rows import RUN, row
 
 from kernels_src import OPERATORS
-from workbench import results
+from workbench import results, versions
 from workbench.results import COLUMNS, folder_of, load, load_runs, run_of, store
+from workbench.versions import FUSED
 
 OUTER = OPERATORS["outer_product_mean"]
 
@@ -20,7 +22,16 @@ def stored(folder):
 
 
 def test_rows_come_back_in_order_and_to_four_digits(tmp_path):
-    names = ("02_b", "library_chain", "01_a", "compile_max_autotune", "eager_graph", "compile", "eager")
+    names = (
+        "fused",
+        "02_b",
+        "library_chain",
+        "01_a",
+        "compile_max_autotune",
+        "eager_graph",
+        "compile",
+        "eager",
+    )
     rows = [
         row(OUTER, name, shape, dtype)
         for name in names
@@ -29,8 +40,17 @@ def test_rows_come_back_in_order_and_to_four_digits(tmp_path):
     ]
     store(tmp_path, OUTER, rows, RUN)
     found = stored(tmp_path)
-    assert tuple(found.columns) == COLUMNS
-    order = ["eager", "eager_graph", "compile", "compile_max_autotune", "library_chain", "01_a", "02_b"]
+    assert tuple(found.columns) == (*COLUMNS, "is_old")
+    order = [
+        "eager",
+        "eager_graph",
+        "compile",
+        "compile_max_autotune",
+        "library_chain",
+        "01_a",
+        "02_b",
+        "fused",
+    ]
     assert list(found.stage) == order * 4
     assert list(dict.fromkeys(zip(found["shape"], found.dtype, strict=True))) == [
         ("seed", "fp32"), ("seed", "bf16"), ("af2", "fp32"), ("af2", "bf16")
@@ -114,6 +134,92 @@ def test_recorded_results_are_whole():
                     run[name] for name in ("gpu", "driver", "cuda", "torch", "date", "command", "ceilings")
                 )
                 assert 0 < each.p20_us <= each.p50_us <= each.p80_us
-                assert each.stage in {stage.name for stage in operator.stages} or results.is_baseline(
-                    each.stage
-                )
+                known = {FUSED, *(stage.name for stage in operator.stages)}
+                assert each.stage in known or results.is_baseline(each.stage) or each.is_old
+                version = run["rows"]["/".join(each[results.KEY])]
+                assert (version is None) == results.is_baseline(each.stage)
+
+
+# ---- versions of stages
+
+CODE = """
+// Stage 01: a test
+#include "twice.cuh"
+#include <stdint.h>
+#define FACTOR(x) \\
+    (2 * (x))  // of two
+__global__ void f_kernel(float* y) { y[threadIdx.x] = FACTOR(1.f) - -1; /* "//" */ }
+"""
+HEADER = "#pragma once\nconstexpr int kTwice = 2;  // two\n"
+SAME = {
+    "a comment": ("// of two", "// 2, that is"),
+    "a comment's lines": ("01: a test", "01: a test\n// and another line"),
+    "white space": ("{ y[threadIdx.x] =", "{\n    y[ threadIdx.x ]\n    ="),
+}
+OTHERWISE = {
+    "code": ("1.f", "2.f"),
+    "a string": ("#include <stdint.h>", '#include <stdint.h>\nconst char* url = "http://x";'),
+    "a macro": ("FACTOR(x)", "FACTOR (x)"),
+    "an operator": ("- -1", "--1"),
+    "a directive's line": ("#include <stdint.h>\n", "#include <stdint.h> "),
+}
+
+
+def version_of(folder, code=CODE, header=HEADER, **constants):
+    """The version of a stage whose file and header are these."""
+    (folder / "01_test.cu").write_text(code)
+    (folder / "twice.cuh").write_text(header)
+    stage = replace(OUTER.stages[0], source=folder / "01_test.cu", constants=lambda shape: constants)
+    return versions.version(stage, OUTER.shapes["seed"])
+
+
+@pytest.mark.parametrize(("old", "new"), SAME.values(), ids=SAME)
+def test_a_version_does_not_change_with_comments_and_layout(old, new, tmp_path):
+    assert old in CODE and version_of(tmp_path, CODE.replace(old, new)) == version_of(tmp_path)
+
+
+@pytest.mark.parametrize(("old", "new"), OTHERWISE.values(), ids=OTHERWISE)
+def test_a_version_changes_with_the_code(old, new, tmp_path):
+    assert old in CODE and version_of(tmp_path, CODE.replace(old, new)) != version_of(tmp_path)
+
+
+def test_a_version_changes_with_a_header_and_with_a_constant(tmp_path):
+    base = version_of(tmp_path, C=8)
+    assert version_of(tmp_path, header=HEADER.replace("two", "2"), C=8) == base
+    assert version_of(tmp_path, header=HEADER.replace("2", "3"), C=8) != base
+    assert len({version_of(tmp_path, C=16), version_of(tmp_path, D=8), base}) == 3
+
+
+def test_every_stage_has_a_version_of_its_own():
+    for operator in OPERATORS.values():
+        shape = operator.shapes["odd"]
+        stages = [stage for stage in operator.stages if not stage.unsupported(shape)]
+        assert len({versions.version(stage, shape) for stage in stages}) == len(stages)
+
+
+def edited(monkeypatch, number):
+    """Change the code of a stage, as an edit of its file would."""
+    stages = tuple(
+        stage.variant(stage.code.replace("int ", "int64_t ", 1), None) if stage.number == number else stage
+        for stage in OUTER.stages
+    )
+    monkeypatch.setitem(versions.OPERATORS, OUTER.name, replace(OUTER, stages=stages))
+
+
+def test_a_row_is_old_once_its_stage_has_changed(tmp_path, monkeypatch):
+    names = [OUTER.stage("04").name, OUTER.stage("08").name, "eager", "fused"]
+    store(tmp_path, OUTER, [row(OUTER, name) for name in names], RUN)
+    assert not stored(tmp_path).is_old.any()
+    edited(monkeypatch, "04")
+    assert list(stored(tmp_path).stage[stored(tmp_path).is_old]) == [OUTER.stage("04").name]
+    store(tmp_path, OUTER, [row(OUTER, OUTER.stage("04").name)], {**RUN, "date": "later"})
+    assert not stored(tmp_path).is_old.any()
+
+
+def test_the_row_of_the_fused_module_is_old_once_it_takes_another_stage(tmp_path, monkeypatch):
+    store(tmp_path, OUTER, [row(OUTER, "fused")], RUN)
+    chosen = versions.fused_choice(row(OUTER, "fused"))
+    assert chosen == OUTER.stage("08").name
+    fused = versions.fused_module(OUTER)
+    monkeypatch.setattr(fused, "fastest_stage", staticmethod(lambda *call: OUTER.stage("07")))
+    assert stored(tmp_path).is_old.all()

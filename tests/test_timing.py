@@ -43,7 +43,9 @@ def test_candidates_take_turns_and_the_slow_one_is_slower(monkeypatch):
 def test_slow_calls_are_sampled_less_often():
     assert timing._samples_for(1.0) == timing.SAMPLES[1]
     assert timing._samples_for(1e5) == 10
-    assert timing._samples_for(1e9) == timing.SAMPLES[0]
+    assert timing._samples_for(5e5) == timing.SAMPLES[0]
+    for us in (1.1e6, 2e6, 1e7):  # beyond that the time is bounded: only what two samples take
+        assert 2 <= timing._samples_for(us) * us <= max(timing.LONGEST_US, 2 * us)
 
 
 def test_percentiles():
@@ -114,6 +116,20 @@ def test_a_graph_and_calls_time_the_same_kernel_alike():
     assert graph.p50_us == pytest.approx(direct.p50_us, rel=0.2)
     torch.testing.assert_close(graph.outputs[0], direct.outputs[0])
     assert graph.peak_mib == pytest.approx(64, rel=0.3)
+
+
+@pytest.mark.gpu
+def test_a_slow_host_is_no_part_of_a_direct_call_s_kernel_time():
+    x = torch.randn(2**20, device="cuda")
+
+    def slowly(y: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            y = y + 1
+            time.sleep(0.001)
+        return y
+
+    timing = compare([Candidate("slow host", slowly)], [(x,)], in_graph=False)["slow host"]
+    assert timing.p80_us < 500 < 4000 < timing.call_us
 
 
 @pytest.mark.gpu

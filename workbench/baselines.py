@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from kernels_src.operator import Operator
+from workbench.selection import module_beside
 from workbench.timing import Candidate, Inputs, capture
 
 BASELINES = ("eager", "eager_graph", "compile", "compile_max_autotune", "library_chain")
@@ -56,11 +55,8 @@ def _builders(
 
 def library_chains(operator: Operator) -> dict[str, Callable[[nn.Module], Callable[..., Tensor]]]:
     """The operator's chains of library calls by name: `CHAINS` of the library_chain.py beside its stages."""
-    package = operator.reference.__module__.rpartition(".")[0]
-    name = f"{package}.library_chain"
-    if not package or importlib.util.find_spec(name) is None:
-        return {}
-    return importlib.import_module(name).CHAINS
+    beside = module_beside(operator, "library_chain")
+    return beside.CHAINS if beside else {}
 
 
 class GraphedCall:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels_src.operator import Operator, Precision, Stage
 from workbench import baselines as pytorch
@@ -17,9 +18,12 @@ from workbench.problem import Problem, exact_float32, pose
 from workbench.results import Row, is_baseline
 from workbench.roofline import Ceilings, bound, element_bytes, work
 from workbench.timing import Candidate, Timing, compare
+from workbench.versions import FUSED, fused_module
 
 DTYPES: tuple[Precision, ...] = ("fp32", "bf16")
 INPUT_SETS = 4  # of a shape small enough for CUDA graphs
+SLOW_SECONDS = 0.25  # a stage whose call takes longer is left out: dozens of calls would take minutes
+GROUP_SECONDS = (35, 45)  # a group with baselines on an H200, most of it torch.compile's autotuning
 Report = Callable[[str], None]
 
 
@@ -62,9 +66,10 @@ def measure(
     report: Report = print,
     progress: bool = False,
 ) -> list[Row]:
-    """Result rows of a group's stages and, if asked for, of the baselines.
+    """Result rows of a group's stages and, if asked for, of the baselines and the fused module.
 
-    What fails, or is wrong after it was timed, is left out and reported. Raises RuntimeError without a GPU.
+    What fails, is wrong after it was timed, or takes longer than SLOW_SECONDS a call is left out and
+    reported. Raises RuntimeError without a GPU.
     """
     if not torch.cuda.is_available():
         raise RuntimeError("times are measured on a GPU, and none was found")
@@ -75,7 +80,7 @@ def measure(
     with exact_float32(), torch.no_grad():
         candidates = [
             *(pytorch.baselines(group.operator, module, inputs, report) if baselines else ()),
-            *_stage_candidates(group.stages, module, inputs, report),
+            *_working(_calls(group, module, fused=baselines), inputs, report),
         ]
         timings = compare(candidates, inputs, in_graph=in_graph, progress=progress)
     precisions = {stage.name: stage.precision for stage in group.stages}
@@ -119,20 +124,38 @@ def _posed_for(problems: list[Problem], precision: Precision) -> list[Problem]:
     ]
 
 
-def _stage_candidates(
-    stages: Sequence[Stage], module: torch.nn.Module, inputs: Sequence[tuple[Tensor, ...]], report: Report
+def _calls(group: Group, module: nn.Module, *, fused: bool) -> dict[str, Callable[..., Tensor]]:
+    """The group's stages and, if asked for, the fused module: what is called, by its name."""
+    calls: dict[str, Callable[..., Tensor]] = {stage.name: partial(stage, module) for stage in group.stages}
+    kind = fused_module(group.operator) if fused else None
+    return calls | ({FUSED: kind.of(module)} if kind else {})
+
+
+def _working(
+    calls: Mapping[str, Callable[..., Tensor]], inputs: Sequence[tuple[Tensor, ...]], report: Report
 ) -> Iterator[Candidate]:
-    """The stages that run."""
-    for stage in stages:
-        call = partial(stage, module)
+    """Those that run, and not too slowly; `report` is told about the others."""
+    for name, call in calls.items():
         try:
-            call(*inputs[0])
-            torch.cuda.synchronize()
+            seconds = _seconds(call, inputs[0])
+            if seconds > SLOW_SECONDS:  # once more, since a first call loads what it needs
+                seconds = _seconds(call, inputs[0])
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
-            report(f"FAILED {stage.name}: {error}")
+            report(f"FAILED {name}: {error}")
             torch.cuda.empty_cache()
             continue
-        yield Candidate(stage.name, call)
+        if seconds > SLOW_SECONDS:
+            report(f"{name}: left out, since a call takes {seconds:.2g} s")
+            continue
+        yield Candidate(name, call)
+
+
+def _seconds(call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call(*inputs)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def _error(name: str, outputs: list[Tensor], problems: list[Problem], report: Report) -> float | None:

@@ -6,7 +6,8 @@ import pandas as pd
 
 from workbench.baselines import IGNORES_MASK
 from workbench.plots import in_order, time_text
-from workbench.results import is_baseline
+from workbench.results import is_baseline, is_stage
+from workbench.versions import FUSED
 
 NOTABLE = 1.05  # times closer than this count as equal: cards of one kind differ by more
 
@@ -14,7 +15,7 @@ NOTABLE = 1.05  # times closer than this count as equal: cards of one kind diffe
 def reading(rows: pd.DataFrame) -> list[str]:
     """Sentences about the times of one shape and dtype: who is fastest, by how much, and what lost."""
     rows = in_order(rows)
-    stages = rows[~rows.stage.map(is_baseline)]
+    stages = rows[rows.stage.map(is_stage)]
     peers = rows[rows.stage.map(is_baseline) & ~rows.stage.str.endswith(IGNORES_MASK)]
     if not len(stages):
         return ["No stage has been measured at this shape and dtype."]
@@ -27,7 +28,7 @@ def reading(rows: pd.DataFrame) -> list[str]:
             f"{_times(peer.p50_us / best.p50_us)} the stage's."
         )
         said += _first_ahead(stages, peers)
-    return [*said, *_losses(stages), *_calls(best)]
+    return [*said, *_losses(stages), *_calls(best, rows[rows.stage == FUSED])]
 
 
 def _of_bound(row: pd.Series) -> str:
@@ -62,10 +63,15 @@ def _losses(stages: pd.DataFrame) -> list[str]:
     return [f"Slower than the stage before: {', '.join(slower)}."] if slower else []
 
 
-def _calls(best: pd.Series) -> list[str]:
+def _calls(best: pd.Series, fused: pd.DataFrame) -> list[str]:
     """What a call from Python adds to the kernel's own time, where it is much."""
     if best.call_us < 1.5 * best.p50_us:
         return []
+    if len(fused):
+        return [
+            f"Called from Python without a graph it takes {time_text(best.call_us)}, and the fused module, "
+            f"which checks less of a call like one before, {time_text(fused.call_us.iloc[0])}."
+        ]
     return [
         f"Called from Python without a graph it takes {time_text(best.call_us)}: launching it costs more "
         "than running it."

@@ -45,6 +45,20 @@ def lagging(root: Path = RESULTS, readme: Path = README) -> list[str]:
     return behind
 
 
+def old_rows(root: Path = RESULTS) -> dict[str, list[str]]:
+    """Rows measured with another version of their stage than the one at hand, by the command for each."""
+    found: dict[str, list[str]] = {}
+    for folder in recorded(root):
+        for name in OPERATORS:
+            rows = load(folder, name)
+            for (shape, dtype), some in rows[rows.is_old].groupby(["shape", "dtype"], sort=False):
+                [command] = tables.commands_to_renew(some)
+                found.setdefault(command, []).extend(
+                    f"{folder.name}: {name}/{stage} {shape} {dtype}" for stage in some.stage
+                )
+    return found
+
+
 def digest(folder: Path) -> str:
     """A digest of everything that the plots of a folder are made from; each plot carries it."""
     content = hashlib.sha256()

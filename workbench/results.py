@@ -2,7 +2,8 @@
 
 `results/<gpu>/<operator>.csv` has one row a stage (or baseline), shape and dtype. `run.json` lists the runs
 that the rows came from: card, versions, clocks, commit, date, command and measured ceilings, and the rows
-that each run contributed. Measuring a stage again replaces its rows and no others.
+that each run contributed, each with the version of the stage that was measured (workbench/versions.py).
+Measuring a stage again replaces its rows and no others.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import pandas as pd
 
 from kernels_src.operator import Operator
 from workbench.baselines import BASELINES
+from workbench.paths import ROOT
+from workbench.versions import FUSED, version_now
 
-ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 COLUMNS = (
     "operator",
@@ -54,7 +56,19 @@ def recorded(root: Path = RESULTS) -> list[Path]:
 
 
 def load(folder: Path, operator: str) -> pd.DataFrame:
-    """An operator's rows; none when it has not been measured. Raises ValueError on a damaged file."""
+    """An operator's rows; none when it has not been measured. Raises ValueError on a damaged file.
+
+    `is_old` says which were measured with another version of their stage than the one at hand.
+    """
+    rows = _read(folder, operator)
+    versions = {key: version for run in load_runs(folder) for key, version in run["rows"].items()}
+    keys = rows[KEY].itertuples(index=False, name=None)
+    old = [versions.get("/".join(key)) not in (None, version_now(*key)) for key in keys]
+    return rows.assign(is_old=pd.Series(old, index=rows.index, dtype=bool))
+
+
+def _read(folder: Path, operator: str) -> pd.DataFrame:
+    """An operator's rows as they are in its file."""
     path = folder / f"{operator}.csv"
     if not path.exists():
         return pd.DataFrame(columns=list(COLUMNS))
@@ -70,13 +84,14 @@ def store(folder: Path, operator: Operator, rows: Iterable[Row], run: Row) -> No
     Both files are replaced whole, so that an interruption leaves the old or the new one.
     """
     new = pd.DataFrame([dict(row) for row in rows], columns=list(COLUMNS))
-    old = load(folder, operator.name)
+    old = _read(folder, operator.name)
     kept = old[~_keys(old).isin(_keys(new))]
     both = pd.concat([frame for frame in (kept, new) if len(frame)])
     folder.mkdir(parents=True, exist_ok=True)
     text = _in_order(both, operator).to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
     replace_file(folder / f"{operator.name}.csv", text)
-    _record_run(folder, list(_keys(new)), run)
+    keys = new[KEY].itertuples(index=False, name=None)
+    _record_run(folder, {"/".join(key): version_now(*key) for key in keys}, run)
 
 
 def load_runs(folder: Path) -> list[dict[str, Any]]:
@@ -94,16 +109,16 @@ def run_of(folder: Path, row: Row) -> dict[str, Any]:
     raise KeyError(f"{folder / 'run.json'} records no run for {key}")
 
 
-def _record_run(folder: Path, keys: list[str], run: Row) -> None:
+def _record_run(folder: Path, versions: Mapping[str, str | None], run: Row) -> None:
     """Add rows to a run, which its date and command identify, and take them from the others."""
     runs = load_runs(folder)
     same = [old for old in runs if all(old.get(name) == value for name, value in run.items())]
     for old in runs:
-        old["rows"] = [key for key in old["rows"] if key not in keys]
+        old["rows"] = {key: version for key, version in old["rows"].items() if key not in versions}
     if same:
-        same[0]["rows"] = sorted(same[0]["rows"] + keys)
+        same[0]["rows"] = dict(sorted({**same[0]["rows"], **versions}.items()))
     else:
-        runs.append({**run, "rows": sorted(keys)})
+        runs.append({**run, "rows": dict(sorted(versions.items()))})
     replace_file(
         folder / "run.json", json.dumps({"runs": [run for run in runs if run["rows"]]}, indent=1) + "\n"
     )
@@ -134,8 +149,20 @@ def is_baseline(stage: str) -> bool:
     return stage.startswith(BASELINES)
 
 
+def is_stage(stage: str) -> bool:
+    """Whether a row is of a stage itself, and neither a baseline nor the fused module, which calls one."""
+    return stage != FUSED and not is_baseline(stage)
+
+
+def old_ones(rows: pd.DataFrame) -> pd.Series:
+    """Which rows were measured with another version of their stage; those of a session were not."""
+    return rows.get("is_old", pd.Series(False, index=rows.index)).eq(True)
+
+
 def stage_rank(stage: str) -> tuple[int, str]:
-    """Sorts baselines before stages, each in its order."""
+    """Sorts baselines before stages, each in its order, and the fused module last."""
+    if stage == FUSED:
+        return len(BASELINES) + 1, stage
     if not is_baseline(stage):
         return len(BASELINES), stage
     longest = max((name for name in BASELINES if stage.startswith(name)), key=len)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from types import ModuleType
 from typing import Any
 
 from kernels_src import OPERATORS
@@ -48,3 +51,11 @@ def distinct_shapes(operator: Operator, stage: Stage) -> list[str]:
         if not stage.unsupported(shape):
             names.setdefault(tuple(sorted(stage.constants(shape).items())), name)
     return list(names.values())
+
+
+def module_beside(operator: Operator, name: str) -> ModuleType | None:
+    """The module of this name in the package of an operator's stages; None where there is none."""
+    package = operator.reference.__module__.rpartition(".")[0]
+    if not package or importlib.util.find_spec(f"{package}.{name}") is None:
+        return None
+    return importlib.import_module(f"{package}.{name}")

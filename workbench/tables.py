@@ -17,7 +17,8 @@ import pandas as pd
 
 from workbench.baselines import IGNORES_MASK
 from workbench.plots import caption_of, in_order, memory_text, time_text
-from workbench.results import RESULTS, is_baseline, load, load_runs
+from workbench.results import RESULTS, is_stage, load, load_runs, old_ones
+from workbench.versions import FUSED, fused_choice
 
 NOTHING = "Nothing measured yet: `make bench` on a machine with an NVIDIA GPU records it."
 PART = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
@@ -53,7 +54,7 @@ def summary(rows: pd.DataFrame) -> str:
         "eager": lambda stage: stage in ("eager", "eager_graph"),
         "torch.compile": lambda stage: stage.startswith("compile"),
         "libraries": lambda stage: stage.startswith("library_chain") and not stage.endswith(IGNORES_MASK),
-        "stages": lambda stage: not is_baseline(stage),
+        "stages": is_stage,
     }
     lines = []
     for (shape, dtype), some in rows.groupby(["shape", "dtype"], sort=False):
@@ -62,15 +63,18 @@ def summary(rows: pd.DataFrame) -> str:
         times = {kind: "" if row is None else _time(row, winner) for kind, row in fastest.items()}
         best, time = fastest["stages"], times.pop("stages")
         line = {"shape": shape, "dtype": dtype, **times}
+        fused = some[some.stage == FUSED]
         if best is not None:
             line |= {
-                "fastest stage": f"`{best.stage}`",
+                "fastest stage": _name(best),
                 "time": time,
+                **({"as a call": time_text(fused.call_us.iloc[0])} if len(fused) else {}),
                 "of the bound": f"{best.percent_of_bound:.3g} %",
                 "peak memory": memory_text(best.peak_mib),
             }
         lines.append(line)
-    return _markdown(pd.DataFrame(lines).fillna(""), left=("shape", "dtype", "fastest stage"))
+    shown = pd.DataFrame(lines).fillna("")
+    return _markdown(shown, left=("shape", "dtype", "fastest stage")) + _footnote(rows)
 
 
 def all_stages(rows: pd.DataFrame) -> str:
@@ -78,8 +82,8 @@ def all_stages(rows: pd.DataFrame) -> str:
     rows = in_order(rows)
     table = pd.DataFrame(
         {
-            "stage": [f"`{name}`" for name in rows.stage],
-            "time": rows.p50_us.map(time_text).values,
+            "stage": [_name(row) for _, row in rows.iterrows()],
+            "time": [_kernel_time(row) for _, row in rows.iterrows()],
             "p20 to p80": [
                 f"{time_text(a)} to {time_text(b)}" for a, b in zip(rows.p20_us, rows.p80_us, strict=True)
             ],
@@ -93,13 +97,54 @@ def all_stages(rows: pd.DataFrame) -> str:
             ],
         }
     )
-    return _markdown(table, left=("stage",))
+    return _markdown(table, left=("stage",)) + _footnote(rows)
+
+
+def commands_to_renew(rows: pd.DataFrame) -> list[str]:
+    """The commands that measure old rows again, each with all that was measured beside it."""
+    old = rows[old_ones(rows)][["operator", "shape", "dtype"]].drop_duplicates()
+    return [
+        f"python -m workbench bench {row.operator} --shape {row['shape']} --dtype {row['dtype']}"
+        for _, row in old.iterrows()
+    ]
+
+
+def _name(row: pd.Series) -> str:
+    """A row's stage, with the one that the fused module chose, or a dagger where it is old."""
+    if old_ones(row.to_frame().T).all():
+        return f"`{row.stage}` †"
+    chosen = fused_choice(row)
+    return f"`{row.stage}`, by `{chosen}`" if chosen else f"`{row.stage}`"
+
+
+def _footnote(rows: pd.DataFrame) -> str:
+    """What the daggers mean, where there are any."""
+    notes = []
+    if commands := [f"`{command}`" for command in commands_to_renew(rows)]:
+        renew = "measures it again" if len(commands) == 1 else "measure it again"
+        notes.append(
+            f"† measured with an earlier version of this stage's source; {' and '.join(commands)} {renew}"
+        )
+    if any(_exceeds_calls(row) for _, row in rows.iterrows()):
+        notes.append(
+            "‡ longer by over a tenth than one of many calls back to back: this time includes waiting for "
+            "Python between kernels, or for inputs that a loop of calls finds in the L2 cache"
+        )
+    return "".join(f"\n\n{note}" for note in notes)
+
+
+def _exceeds_calls(row: pd.Series) -> bool:
+    """Whether a kernel time is longer than a call, which includes it, by more than its spread explains."""
+    return row.p50_us > 1.1 * row.call_us and row.p20_us > row.call_us
+
+
+def _kernel_time(row: pd.Series) -> str:
+    return time_text(row.p50_us) + (" ‡" if _exceeds_calls(row) else "")
 
 
 def _time(row: pd.Series, winner: float) -> str:
     """A row's time, in bold where nothing beside it is faster."""
-    text = time_text(row.p50_us)
-    return f"**{text}**" if row.p50_us <= winner else text
+    return f"**{_kernel_time(row)}**" if row.p50_us <= winner else _kernel_time(row)
 
 
 def _fastest(rows: pd.DataFrame) -> pd.Series | None:

@@ -5,8 +5,8 @@ What is measured (all in µs for one call):
 - *p20, p50, p80*: kernel time, percentiles over samples. A small call (`in_graph`) is captured several times
   into a CUDA graph over all sets of inputs, and a sample is one pair of events around several replays, so
   that neither the host nor the events' own cost is in it; its inputs stay in the L2 cache. A large call is
-  made directly between two events, after a write of FLUSH_BYTES that empties the L2 cache and lets
-  the host run ahead of the GPU.
+  made directly between two events, after writes of FLUSH_BYTES that empty the L2 cache, as many as keep the
+  GPU busy while the host enqueues the whole call: the GPU never waits for the host between its kernels.
 - *call*: wall time of calls made back to back, one synchronisation at their end included, without a graph:
   what a loop in Python pays.
 
@@ -29,10 +29,12 @@ Inputs = tuple[Tensor, ...]
 Sampler = Callable[[], tuple[float, list[Tensor]]]  # → µs for one call, the outputs of the timed calls
 
 FLUSH_BYTES = 2**30
+HEAD_START = 1.5  # the host's lead over the GPU, in times that it takes to enqueue a call
 CALLS_IN_GRAPH = 20
 SAMPLE_US = 2000  # a sample of graph replays takes about this long
 SAMPLES = (5, 40)  # fewest and most samples for one candidate
-SAMPLING_US = 1e6  # and about this much time in between
+SAMPLING_US = 1e6  # and about this much time in between …
+LONGEST_US = 5e6  # … but for what is so slow that even the fewest samples would take longer
 CALLING_US = 2e4  # a batch of back-to-back calls takes about this long
 
 
@@ -101,6 +103,8 @@ def _interleave(
 
 def _samples_for(us: float) -> int:
     fewest, most = SAMPLES
+    if fewest * us > LONGEST_US:
+        return max(2, int(LONGEST_US / us))
     return max(fewest, min(most, int(SAMPLING_US / max(us, SAMPLE_US))))
 
 
@@ -178,7 +182,9 @@ def _back_to_back_sampler(call: Callable[..., Tensor], inputs: Sequence[Inputs])
 def _flushed_sampler(call: Callable[..., Tensor], inputs: Sequence[Inputs]) -> Sampler:
     """One call between two events, the L2 cache empty; the sets of inputs take turns."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=inputs[0][0].device)
+    flush.zero_()
     outputs: list[Tensor] = [call(*each) for each in inputs]
+    flushes = math.ceil(HEAD_START * enqueuing_us(lambda: call(*inputs[0])) / events_us(flush.zero_))
     turn = 0
 
     def sample() -> tuple[float, list[Tensor]]:
@@ -186,7 +192,8 @@ def _flushed_sampler(call: Callable[..., Tensor], inputs: Sequence[Inputs]) -> S
         turn = (turn + 1) % len(inputs)
         outputs[turn] = None  # its memory is free for the new output
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush.zero_()
+        for _ in range(flushes):
+            flush.zero_()
         start.record()
         outputs[turn] = call(*inputs[turn])
         stop.record()
@@ -194,6 +201,18 @@ def _flushed_sampler(call: Callable[..., Tensor], inputs: Sequence[Inputs]) -> S
         return 1e3 * start.elapsed_time(stop), outputs
 
     return sample
+
+
+def enqueuing_us(work: Callable[[], object], times: int = 5) -> float:
+    """The longest of several times, in µs, that the host takes to enqueue `work` on an idle GPU."""
+    longest = 0.0
+    for _ in range(times):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        longest = max(longest, 1e6 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return longest
 
 
 def events_us(work: Callable[[], object]) -> float:
