@@ -3,14 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CUDA_SOURCES := $(wildcard kernels_src/*.cuh kernels_src/*/*.h kernels_src/*/*.cu kernels_src/*/*.cuh)
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)  # in a container, where root is all there is
 
-.PHONY: notebooks lab test bench verify report clean
+.PHONY: notebooks lab test bench verify gpu report clean
 
 notebooks: $(VENV)/runtime.stamp  ## execute every notebook, top to bottom
 	$(BIN)/python -m workbench.execute
 
 lab: $(VENV)/runtime.stamp  ## open JupyterLab
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab $(AS_ROOT) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_loader.ipynb
 
 test: $(VENV)/test.stamp  ## formatting, lint and all tests
 	$(BIN)/ruff format --check --quiet .
@@ -23,6 +24,9 @@ bench: $(VENV)/runtime.stamp  ## measure everything on this machine's GPU
 
 verify: $(VENV)/runtime.stamp  ## check everything on this machine's GPU
 	$(BIN)/python -m workbench verify
+
+gpu: $(VENV)/test.stamp  ## all that needs a GPU; `make gpu STEPS="tests bench"` runs some steps only
+	PYTHON=$(BIN)/python benchmarks/on_gpu.sh $(STEPS)
 
 report: $(VENV)/runtime.stamp  ## plots and README tables from results/
 	$(BIN)/python -m workbench report

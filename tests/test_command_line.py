@@ -10,11 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+import jit_loader
 from kernels_src import OPERATORS
 from workbench import __main__ as command_line
 from workbench import report as reports
 from workbench import selection
 from workbench.results import ROOT
+from workbench.sanitizer import TOOLS
+from workbench.verify import PARTS
 
 OUTER = OPERATORS["outer_product_mean"]
 NO_GPU = not torch.cuda.is_available()
@@ -178,8 +181,90 @@ def test_doctor_says_what_to_install_where_nothing_runs(tmp_path):
     assert "to do: C++ compiler: " in done.stdout and "Traceback" not in done.stderr
 
 
+def test_doctor_knows_that_the_cpu_needs_cudas_headers_too(monkeypatch, capsys):
+    found = [
+        finding._replace(found="not usable", advice="pip install …")
+        if finding.part == "CUDA headers"
+        else finding
+        for finding in jit_loader.toolchain_report()
+    ]
+    assert any(finding.advice for finding in found)
+    monkeypatch.setattr(jit_loader, "toolchain_report", lambda: found)
+    assert command_line.main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "CPU tensors: no stage can run" in shown and "to do: CUDA headers: pip install …" in shown
+
+
 def test_report_writes_what_the_results_say(monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(reports, "write", lambda: asked.append(1) or ["a", "b"])
+    monkeypatch.setattr(
+        reports, "old_rows", lambda: {"python -m workbench bench o": ["gpu: o/01_a seed fp32"]}
+    )
     assert command_line.main(["report"]) == 0
-    assert capsys.readouterr().out == "2 files written\n" and asked
+    written, *old = capsys.readouterr().out.splitlines()
+    assert written == "2 files written" and asked
+    assert old[-2:] == ["  gpu: o/01_a seed fp32", "renewed on that card by: python -m workbench bench o"]
+
+
+# ---- benchmarks/on_gpu.sh
+
+
+def on_gpu(*arguments, **environment):
+    """The script with this Python, or with another program in its place."""
+    return subprocess.run(
+        [ROOT / "benchmarks" / "on_gpu.sh", *arguments],
+        env={**os.environ, "PYTHON": sys.executable, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_the_gpu_script_has_every_operator_part_and_shape():
+    listed = on_gpu("--list").stdout.splitlines()
+    names = [line.split()[0] for line in listed]
+    expected = ["tests"]
+    expected += [f"verify/{name}/{part}" for name in OPERATORS for part in PARTS]
+    expected += [
+        f"bench/{name}/{shape}" for name, operator in OPERATORS.items() for shape in operator.shapes
+        if shape != "odd"
+    ]  # fmt: skip
+    assert names == [*expected, "loader", "notebooks", "report"]
+    for line in listed:  # each is a command that there is
+        words = line.split()[2:]
+        if words[:2] == ["-m", "workbench"]:
+            command_line._parser().parse_args(words[2:])
+    some = on_gpu("--list", "bench/outer", "report").stdout.splitlines()
+    assert [line.split()[0] for line in some] == [*names[-7:-3], "report"]
+
+
+@pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
+def test_the_gpu_script_says_in_a_sentence_that_there_is_none():
+    done = on_gpu("report")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == f"on_gpu.sh: these steps need an NVIDIA GPU, and {sys.executable} finds none.\n"
+
+
+def test_the_gpu_script_goes_on_after_a_failure_and_sums_up(tmp_path):
+    """With a program in Python's place that fails in one step and hangs in another."""
+    program = tmp_path / "python"
+    program.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *"--part check"*) exit 3;; *"--part trials"*) exec sleep 60;; *) echo "ran $*";; esac\n'
+    )
+    program.chmod(0o755)
+    done = on_gpu("verify/outer_product_mean", "report", PYTHON=str(program), STEP_SECONDS="1")
+    assert done.returncode == 1
+    summary = done.stdout.partition("==== summary\n")[2].splitlines()
+    outcomes = [(line.split()[0].rpartition("/")[2], line.split(" s  ")[1]) for line in summary[:-1]]
+    assert outcomes == [
+        ("check", "failed with 3"), ("trials", "ran out of time"), *((tool, "passed") for tool in TOOLS),
+        ("report", "passed"),
+    ]  # fmt: skip
+    assert summary[-1] == "2 failed" and "ran -m workbench report" in done.stdout
+    assert on_gpu("report", PYTHON=str(program)).returncode == 0
+    unknown = on_gpu("benches", PYTHON=str(program))
+    assert (
+        unknown.returncode == 2 and "no step begins with benches; there are tests verify/" in unknown.stderr
+    )

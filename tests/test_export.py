@@ -116,6 +116,37 @@ def test_headers_are_put_in_once_and_the_cpu_is_left_out(tmp_path):
     assert "backend.h" not in inline_headers('#include "cuda.cuh"', tmp_path)
 
 
+@pytest.mark.parametrize(
+    "operator, stage",
+    [pair for pair in STAGES if pair[1].on_cpu],
+    ids=[stage.name for _, stage in STAGES if stage.on_cpu],
+)
+def test_a_new_model_keeps_a_harness_rules(operator, stage, tmp_path, seed):
+    """The file's own Python, with the stage's kernels as built for the CPU in place of the file's."""
+    shape = next(name for name in ("odd", "seed", "af2") if not stage.unsupported(operator.shapes[name]))
+    export(operator, stage, tmp_path / "alone.py", shape)
+    names = runpy.run_path(str(tmp_path / "alone.py"))
+    names["ModelNew"].forward.__globals__["kernels"] = lambda: stage.load(operator.shapes[shape])
+    torch.manual_seed(seed)
+    one = names["Model"](*names["get_init_inputs"]()).eval()
+    torch.manual_seed(seed)
+    two = names["ModelNew"](*names["get_init_inputs"]()).eval()
+    kept = {name: id(value) for name, value in vars(two).items()}
+    tolerance = 1e-2 if stage.precision == "bf16" else 1e-4
+    first, second = names["get_inputs"](), names["get_inputs"]()
+    for inputs in (first, second, first):  # what a call left behind would show in the next
+        copies = [each.clone() for each in inputs]
+        output = two(*inputs)
+        with torch.no_grad():
+            torch.testing.assert_close(output, one(*inputs), atol=tolerance, rtol=tolerance)
+        assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
+        assert not output.requires_grad
+    assert kept == {name: id(value) for name, value in vars(two).items()}
+    msa, mask = first
+    for same in (mask.bool(), mask.to(torch.int64), mask.bfloat16(), mask.float()):
+        assert torch.equal(two(msa, same), output)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator, stage", STAGES, ids=[stage.name for _, stage in STAGES])
 def test_a_file_computes_the_operator_alone_on_the_gpu(operator, stage, tmp_path, seed):

@@ -21,6 +21,7 @@ from kernels_src.operator import Operator, Stage
 from workbench.check import Check, check_problem, default_device, failed_check
 from workbench.plots import time_text
 from workbench.problem import CASES, Problem, pose
+from workbench.sanitizer import TOOLS
 from workbench.selection import distinct_shapes, named_shapes, select, shapes_to_check
 
 RESOURCES = ("spill_stores", "spill_loads", "stack_bytes")  # what a kernel should have none of
@@ -94,7 +95,7 @@ def check(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     """Measure on the GPU and write results/<gpu>/, a group of stages at a time."""
-    from workbench.bench import DTYPES, groups, measure
+    from workbench.bench import DTYPES, GROUP_SECONDS, groups, measure
     from workbench.provenance import describe_run
     from workbench.results import folder_of, store, store_resources
     from workbench.roofline import measure_ceilings
@@ -114,6 +115,7 @@ def bench(options: argparse.Namespace) -> int:
     with contextlib.suppress(jit_loader.KernelCompileError, ValueError):  # reported when it is measured
         sources = [stage.load(group.sizes) for group in wanted for stage in group.stages]
         jit_loader.prebuild(sources, "cuda")
+    print(f"{len(wanted)} groups, {_minutes(wanted, GROUP_SECONDS)} as recorded on an H200", flush=True)
     ceilings = measure_ceilings()
     run = describe_run(ceilings)
     folder = folder_of(run["gpu"])
@@ -123,8 +125,8 @@ def bench(options: argparse.Namespace) -> int:
         complaints.append(text)
         tqdm.write(text, file=sys.stderr)
 
-    for group in tqdm(wanted, desc="bench", unit="group"):
-        print(f"{group.operator.name} {group.shape} {group.dtype}")
+    for number, group in enumerate(tqdm(wanted, desc="bench", unit="group"), start=1):
+        print(f"{number}/{len(wanted)}: {group.operator.name} {group.shape} {group.dtype}", flush=True)
         alone = len(group.stages) == 1 and "/" in (options.target or "")
         rows = measure(group, ceilings, baselines=not alone, report=report, progress=True)
         store(folder, group.operator, rows, run)
@@ -137,6 +139,12 @@ def bench(options: argparse.Namespace) -> int:
     return 1 if failed else 0
 
 
+def _minutes(wanted: Sequence[Any], seconds_each: tuple[int, int]) -> str:
+    """About how long it will take."""
+    least, most = (math.ceil(len(wanted) * seconds / 60) for seconds in seconds_each)
+    return f"about {least} min" if least == most else f"{least} to {most} min"
+
+
 def _shapes_to_bench(operator: Operator, name: str | None) -> list[str]:
     """The named shape, or all but the odd one, which is for checks. Raises KeyError naming the shapes."""
     if name is None:
@@ -146,13 +154,17 @@ def _shapes_to_bench(operator: Operator, name: str | None) -> list[str]:
 
 def report(options: argparse.Namespace) -> int:
     """Make plots and README tables from the recorded results."""
-    from workbench.report import write
+    from workbench.report import old_rows, write
 
     try:
         written = write()
     except ValueError as error:
         raise UserError(str(error)) from error
     print(f"{len(written)} files written")
+    for command, rows in old_rows().items():
+        print("\nmeasured with an earlier version of the stage's source:")
+        print("\n".join(f"  {row}" for row in rows))
+        print(f"renewed on that card by: {command}")
     return 0
 
 
@@ -353,7 +365,7 @@ def _parser() -> argparse.ArgumentParser:
     exporting.add_argument("file", metavar="FILE.py", type=Path)
     with_shape(exporting)
     verifying = command("verify", verify, target="OP[/NN]")
-    verifying.add_argument("--part", choices=("check", "trials", "sanitizer"), help="default: all")
+    verifying.add_argument("--part", choices=("check", "trials", *TOOLS), help="default: all")
     verifying.add_argument("--seeds", type=int, default=20, help="seeds of the small shapes (default: 20)")
     return parser
 

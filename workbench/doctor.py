@@ -40,6 +40,7 @@ def examine() -> Diagnosis:
     """Look for compilers and a GPU."""
     findings = jit_loader.toolchain_report()
     missing = {finding.part for finding in findings if finding.advice}
-    compiles = "C++ compiler" not in missing and "ninja" not in missing
+    # The CPU too compiles CUDA's own type headers, such as cuda_bf16.h.
+    compiles = not missing & {"C++ compiler", "ninja", "CUDA headers"}
     compiles_for_gpu = compiles and "nvcc" not in missing
     return Diagnosis(findings, compiles, compiles_for_gpu and torch.cuda.is_available(), compiles_for_gpu)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -21,9 +20,7 @@ import torch
 
 import jit_loader
 from kernels_src.operator import Operator, Stage
-from workbench.results import ROOT
-
-INCLUDE = re.compile(r'^#include "([^"]+)"$')
+from workbench.sources import inline_headers
 
 TEMPLATE = '''\
 """{title}, stage {stage}: {stage_title}
@@ -167,31 +164,6 @@ def self_contained(operator: Operator, stage: Stage, shape: Any) -> str:
         msa_shape=msa_shape,
         init_arguments=_init_arguments(operator, shape),
     )
-
-
-def inline_headers(code: str, folder: Path, seen: set[Path] | None = None) -> str:
-    """A source with the project's own headers in place of their #include, each once.
-
-    What is for the CPU alone is left out: the branch that would include it stops the compiler.
-    """
-    seen = set() if seen is None else seen
-    lines = []
-    for line in code.splitlines():
-        match = INCLUDE.match(line)
-        if not match:
-            lines += [] if line == "#pragma once" else [line]
-            continue
-        header = next(
-            (at for at in (folder / match[1], ROOT / "kernels_src" / match[1]) if at.exists()), None
-        )
-        if header is None:
-            lines.append(line)
-        elif header.parent.name == "cpu":
-            lines.append('#error "this file is for nvcc"')
-        elif header.resolve() not in seen:
-            seen.add(header.resolve())
-            lines.append(inline_headers(header.read_text(), header.parent, seen))
-    return "\n".join(lines)
 
 
 class _Functions:

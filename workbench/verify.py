@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
 
 import jit_loader
@@ -26,17 +23,16 @@ from kernels_src import OPERATORS
 from kernels_src.msa_column_attention import Shape as AttentionShape
 from kernels_src.operator import Operator, Stage
 from kernels_src.outer_product_mean import Shape as PairShape
-from workbench.check import check_problem, same_bits
+from workbench.check import check_problem
 from workbench.guard import GuardedMemory
 from workbench.problem import CASES, Problem, pose
-from workbench.results import ROOT, replace_file
+from workbench.results import replace_file
+from workbench.sanitizer import TOOLS, Outcome, run_under
 from workbench.selection import named_shapes
 from workbench.timing import capture
 
-Outcome = Literal["passed", "failed", "not run"]
-Part = Literal["check", "trials", "sanitizer"]
-PARTS: tuple[Part, ...] = ("check", "trials", "sanitizer")
-
+PARTS = ("check", "trials", *TOOLS)
+SMALL = ("seed", "odd")
 FURTHER_SHAPES: dict[str, tuple[Any, ...]] = {
     "msa_column_attention": (
         AttentionShape(1, 16, 5, 64, 8),
@@ -49,10 +45,6 @@ FURTHER_SHAPES: dict[str, tuple[Any, ...]] = {
         PairShape(1, 2, 4096, 16, 32, 128),  # the output has 2³¹ elements
     ),
 }
-SMALL = ("seed", "odd")
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-SANITIZER_SECONDS = 280
-FINDING_STATUS = 86  # compute-sanitizer's exit status when it found something
 
 
 class Tried(NamedTuple):
@@ -67,22 +59,23 @@ class Tried(NamedTuple):
 
 
 def verify(
-    operator: Operator, stages: Sequence[Stage], part: Part, *, seeds: int = 20, progress: bool = True
+    operator: Operator, stages: Sequence[Stage], part: str, *, seeds: int = 20, progress: bool = True
 ) -> list[Tried]:
-    """Try everything of a part with some stages of an operator. Raises RuntimeError without a GPU."""
+    """Try everything of one of PARTS with some stages of an operator. Raises RuntimeError without a GPU."""
     if not torch.cuda.is_available():
         raise RuntimeError("verify needs an NVIDIA GPU, and none was found; `check --device cpu` needs none")
-    label = f"{operator.name} {part}"
-    if part == "sanitizer":
-        return [sanitize(operator, stages, tool) for tool in tqdm(TOOLS, label, disable=not progress)]
-    if part == "trials":
-        pairs = [(trial, stage) for trial in (side_stream, changed_inputs, guarded) for stage in stages]
-        return [_attempt(trial, operator, stage) for trial, stage in tqdm(pairs, label, disable=not progress)]
-    plan = list(_plan(operator, seeds))
-    _prebuild(stages, [shape for _, shape, _, _ in plan], progress)
+    if part in TOOLS:
+        _prebuild(stages, small_shapes(operator).values(), progress)
+        return [sanitize(operator, stages, part)]
+    plan = list(_pairs(operator, stages) if part == "trials" else _problems(operator, seeds))
+    _prebuild(stages, [shape for _, shape, *_ in plan], progress)
     tests: list[Tried] = []
-    for problem in tqdm(plan, label, disable=not progress):
-        tests += _check_all(operator, stages, *problem)
+    with tqdm(plan, f"{operator.name} {part}", disable=not progress) as bar:
+        for each in bar:
+            attempts = _trials(operator, *each) if part == "trials" else _checks(operator, stages, *each)
+            for kind, stage, what, attempt in attempts:
+                bar.set_postfix_str(f"{stage.name}, {what}")  # names a kernel that hangs
+                tests.append(Tried(kind, operator.name, stage.name, what, *_outcome(attempt)))
     return tests
 
 
@@ -102,7 +95,46 @@ def record(path: Path, name: str, tests: Sequence[Tried], run: dict[str, Any]) -
     replace_file(path, json.dumps(parts, indent=1) + "\n")
 
 
-def _plan(operator: Operator, seeds: int) -> Iterator[tuple[str, Any, str, int]]:
+def _prebuild(stages: Sequence[Stage], shapes: Any, progress: bool) -> None:
+    """Compile on all cores; what does not compile is reported when it is tried."""
+    distinct = dict.fromkeys(shapes)
+    sources = [stage.load(shape) for stage in stages for shape in distinct if not stage.unsupported(shape)]
+    with contextlib.suppress(jit_loader.KernelCompileError):
+        jit_loader.prebuild(list(dict.fromkeys(sources)), "cuda", progress=progress)
+
+
+def _outcome(attempt: Callable[[], str]) -> tuple[Outcome, str]:
+    """What came of an attempt, which returns what was wrong."""
+    if not _gpu_responds():
+        return "not run", "an earlier error ended this process's use of the GPU"
+    try:
+        message = attempt()
+        torch.cuda.synchronize()  # what went wrong in a kernel is this attempt's
+        return ("failed" if message else "passed"), message
+    except torch.OutOfMemoryError:
+        outcome: tuple[Outcome, str] = "not run", "out of memory"
+    except (RuntimeError, ValueError, TypeError) as error:
+        outcome = "failed", str(error)
+    if _gpu_responds():
+        torch.cuda.empty_cache()
+    return outcome
+
+
+def _gpu_responds() -> bool:
+    """Whether the GPU can still be used: after an illegal access a process's every call fails."""
+    try:
+        torch.cuda.synchronize()
+        return True
+    except RuntimeError:
+        return False
+
+
+# ---- check
+
+Attempt = tuple[str, Stage, str, Callable[[], str]]  # kind, stage, what is tried, the attempt
+
+
+def _problems(operator: Operator, seeds: int) -> Iterator[tuple[str, Any, str, int]]:
     """Name, shape, case and seed of every problem: all cases and seeds of small shapes, fewer of large."""
     for name in operator.shapes:
         for label, shape in named_shapes(operator, name).items():
@@ -113,52 +145,44 @@ def _plan(operator: Operator, seeds: int) -> Iterator[tuple[str, Any, str, int]]
         yield "x".join(map(str, shape)), shape, "random", 0
 
 
-def _prebuild(stages: Sequence[Stage], shapes: Sequence[Any], progress: bool) -> None:
-    """Compile on all cores; what does not compile is reported when it is checked."""
-    distinct = dict.fromkeys(shapes)
-    sources = [stage.load(shape) for stage in stages for shape in distinct if not stage.unsupported(shape)]
-    with contextlib.suppress(jit_loader.KernelCompileError):
-        jit_loader.prebuild(list(dict.fromkeys(sources)), "cuda", progress=progress)
-
-
-def _check_all(
+def _checks(
     operator: Operator, stages: Sequence[Stage], name: str, shape: Any, case: str, seed: int
-) -> list[Tried]:
-    """Check every stage that supports a shape on the same problem."""
-    tests = []
-    problems: dict[str, Problem] = {}
+) -> Iterator[Attempt]:
+    """`check` of every stage that supports a shape, those of one precision on the same problem."""
+    posed: dict[str, Problem] = {}
     for stage in stages:
         if stage.unsupported(shape):
             continue
-        what = f"{name}, {case}, seed {seed}"
-        try:
-            if stage.precision not in problems:
-                problems[stage.precision] = pose(
+
+        def attempt(stage: Stage = stage) -> str:
+            if stage.precision not in posed:
+                posed[stage.precision] = pose(
                     operator, shape, case, precision=stage.precision, device="cuda", seed=seed
                 )
-            result = check_problem(stage, problems[stage.precision], name)
-            outcome, message = ("passed" if result.passed else "failed"), result.message
-        except torch.OutOfMemoryError:
-            outcome, message = "not run", "out of memory"
-            torch.cuda.empty_cache()
-        except (RuntimeError, ValueError, TypeError) as error:
-            outcome, message = "failed", str(error)
-        tests.append(Tried("check", operator.name, stage.name, what, outcome, message))
-    return tests
+            return check_problem(stage, posed[stage.precision], name).message
+
+        yield "check", stage, f"{name}, {case}, seed {seed}", attempt
 
 
-def _attempt(trial: Callable[[Stage, Problem], str], operator: Operator, stage: Stage) -> Tried:
-    """Run a trial at the first small shape that the stage supports. A trial returns what was wrong."""
-    kind = trial.__name__.replace("_", " ")
-    name = next((name for name in operator.shapes if not stage.unsupported(operator.shapes[name])), None)
-    if name is None:
-        return Tried(kind, operator.name, stage.name, "", "not run", "supports none of the named shapes")
-    try:
-        problem = pose(operator, operator.shapes[name], precision=stage.precision, device="cuda", seed=7)
-        message = trial(stage, problem)
-    except (RuntimeError, ValueError, TypeError) as error:
-        message = str(error)
-    return Tried(kind, operator.name, stage.name, name, "failed" if message else "passed", message)
+# ---- trials
+
+
+def _pairs(operator: Operator, stages: Sequence[Stage]) -> Iterator[tuple[str, Any, Stage]]:
+    """Each stage with the small shapes that it supports, or with the first other one; name and shape."""
+    for stage in stages:
+        fitting = {name: shape for name, shape in operator.shapes.items() if not stage.unsupported(shape)}
+        small = [name for name in fitting if name in SMALL]
+        yield from ((name, fitting[name], stage) for name in small or list(fitting)[:1])
+
+
+def _trials(operator: Operator, name: str, shape: Any, stage: Stage) -> Iterator[Attempt]:
+    """Every trial of a stage at one shape."""
+    for trial in (side_stream, changed_inputs, guarded):
+
+        def attempt(trial: Callable[[Stage, Problem], str] = trial) -> str:
+            return trial(stage, pose(operator, shape, precision=stage.precision, device="cuda", seed=7))
+
+        yield trial.__name__.replace("_", " "), stage, name, attempt
 
 
 def side_stream(stage: Stage, problem: Problem) -> str:
@@ -172,7 +196,7 @@ def side_stream(stage: Stage, problem: Problem) -> str:
         msa.copy_(problem.msa)
         output = stage(problem.module, msa, problem.mask)
     torch.cuda.synchronize()
-    return "" if same_bits(output, expected) else "a different result on a side stream"
+    return "" if _agree(output, expected, problem) else "a different result on a side stream"
 
 
 def changed_inputs(stage: Stage, problem: Problem) -> str:
@@ -185,7 +209,7 @@ def changed_inputs(stage: Stage, problem: Problem) -> str:
     mask.copy_(other[1])
     graph.replay()
     torch.cuda.synchronize()
-    return "" if same_bits(output, expected) else "a replayed graph does not follow its inputs"
+    return "" if _agree(output, expected, problem) else "a replayed graph does not follow its inputs"
 
 
 def guarded(stage: Stage, problem: Problem) -> str:
@@ -198,33 +222,39 @@ def guarded(stage: Stage, problem: Problem) -> str:
     return f"wrote outside of {', '.join(damaged)}" if damaged else ""
 
 
+def _agree(output: Tensor, expected: Tensor, problem: Problem) -> bool:
+    """Whether two results differ by rounding at most: a library may choose another kernel in a graph."""
+    return bool((output.double() - expected.double()).abs().max() <= problem.tolerance)  # no for a NaN
+
+
+# ---- compute-sanitizer
+
+
+def small_shapes(operator: Operator) -> dict[str, Any]:
+    """The seed shape and all odd ones, by name."""
+    return {label: shape for name in SMALL for label, shape in named_shapes(operator, name).items()}
+
+
 def sanitize(operator: Operator, stages: Sequence[Stage], tool: str) -> Tried:
     """Run every stage once at the small shapes under a tool of compute-sanitizer."""
-    names = ", ".join(stage.number for stage in stages)
-
-    def outcome(kind: Outcome, message: str = "") -> Tried:
-        return Tried(tool, operator.name, f"stages {names}", " and ".join(SMALL), kind, message)
-
-    program = shutil.which("compute-sanitizer")
-    if program is None:
-        return outcome("not run", "compute-sanitizer is not on PATH")
     numbers = [stage.number for stage in stages]
     code = f"from workbench.verify import call_each; call_each({operator.name!r}, {numbers!r})"
-    command = [program, "--tool", tool, "--error-exitcode", str(FINDING_STATUS), sys.executable, "-c", code]
-    # Each tensor is its own allocation, with an end to run over.
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    what = ", ".join(small_shapes(operator))
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SANITIZER_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return outcome("not run", f"took longer than {SANITIZER_SECONDS} s")
-    log = done.stdout + done.stderr
-    if done.returncode == 0 and any(f"SUMMARY: 0 {word}" in log for word in ("errors", "hazards")):
-        return outcome("passed")
-    if done.returncode == FINDING_STATUS:
-        return outcome("failed", _first_finding(log))
-    return outcome("not run", log.strip()[-400:])
+        outcome, message = run_under(tool, code, _kernels(operator, stages))
+    except jit_loader.KernelCompileError as error:
+        outcome, message = "not run", str(error)
+    return Tried(tool, operator.name, f"stages {', '.join(numbers)}", what, outcome, message)
+
+
+def _kernels(operator: Operator, stages: Sequence[Stage]) -> set[str]:
+    """Names of all kernels of some stages, without the arguments of templates."""
+    names: set[str] = set()
+    for stage in stages:
+        shape = next(shape for shape in operator.shapes.values() if not stage.unsupported(shape))
+        kernels = stage.load(shape).build("cuda").resources.kernel
+        names |= {name.partition("<")[0].rpartition("::")[2] for name in kernels}
+    return names
 
 
 def call_each(operator_name: str, numbers: Sequence[str]) -> None:
@@ -232,16 +262,9 @@ def call_each(operator_name: str, numbers: Sequence[str]) -> None:
     operator = OPERATORS[operator_name]
     for number in numbers:
         stage = operator.stage(number)
-        for name in SMALL:
-            shape = operator.shapes[name]
+        for name, shape in small_shapes(operator).items():
             if not stage.unsupported(shape):
+                print(f"{stage.name} {name}", flush=True)  # names the one that takes long or fails
                 module = operator.module(shape, device="cuda", dtype=stage.dtype)
                 stage(module, *operator.inputs(shape, device="cuda", dtype=stage.dtype))
-    torch.cuda.synchronize()
-
-
-def _first_finding(log: str) -> str:
-    """The first error of a sanitizer's log, and its summary."""
-    lines = [line.removeprefix("=========").strip() for line in log.splitlines() if line.startswith("=====")]
-    wanted = [line for line in lines if line and not line.startswith("COMPUTE-SANITIZER")]
-    return "; ".join([*wanted[:4], *wanted[-1:]])
+                torch.cuda.synchronize()
