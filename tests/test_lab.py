@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from kernels_src import MSA_COLUMN_ATTENTION as OPERATOR
-from workbench import execute
+from workbench.committed import write
+from workbench.paths import ROOT, environment
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
 from playwright.sync_api import Locator, Page, expect  # noqa: E402
@@ -41,6 +43,7 @@ SETTINGS = {
 SLOW_MS = 120_000  # a cell that imports torch and compiles, on a busy machine
 STAGE = OPERATOR.stages[0]
 LINE = "constexpr int kThreads = 256;"  # of that stage, to be edited
+NOT_COPIED = (".venv", ".git", "executed", "artefacts", "__pycache__", ".ipynb_checkpoints", "*.egg-info")
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
@@ -51,30 +54,38 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a JupyterLab with copies of the notebooks, an empty one, and nobody's settings."""
+    """The address of what `make lab` starts, on a copy of the project with an empty notebook more."""
     home = tmp_path_factory.mktemp("lab")
-    notebooks = home / "notebooks"
-    shutil.copytree(execute.NOTEBOOKS, notebooks, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
-    execute.write(new_notebook(cells=[new_code_cell("", id="first")]), notebooks / "scratch.ipynb")
+    project = home / "project"
+    shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(*NOT_COPIED))
+    write(new_notebook(cells=[new_code_cell("", id="first")]), project / "notebooks" / "scratch.ipynb")
     for name, values in SETTINGS.items():
         path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(values))
-    environment = execute.environment() | {
+    variables = environment() | {
+        "PYTHONPATH": str(project),
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
         "JUPYTER_CONFIG_DIR": str(home / "config"),
         "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
     }
-    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.port=0"]
-    command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={notebooks}"]
+    command = [sys.executable, "-m", "jupyterlab", *_arguments_of_make_lab()]
+    command += ["--no-browser", "--allow-root", "--ServerApp.port=0", "--IdentityProvider.token="]
     with (home / "log").open("w+") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        server = subprocess.Popen(command, env=variables, cwd=project, stdout=log, stderr=log)
         try:
             yield _address(server, home / "runtime")
         finally:
             server.terminate()
             server.wait(timeout=30)
+
+
+def _arguments_of_make_lab() -> list[str]:
+    planned = subprocess.run(
+        ["make", "--dry-run", "lab"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return shlex.split(planned.stdout.splitlines()[-1].partition("jupyter lab ")[2])
 
 
 def _address(server: subprocess.Popen, runtime: Path) -> str:
@@ -110,6 +121,8 @@ def page(lab: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 def test_a_notebook_runs(lab: str, page: Page):
     """Open the tour, run all of its cells; the race shows, and no cell fails."""
+    page.goto(lab)
+    expect(page).to_have_url(re.compile(r"/lab/tree/notebooks/00_loader\.ipynb"))
     book = _open(lab, page, "00_loader.ipynb")
     _menu(page, "Run", "Run All Cells")
     _wait_for_all(book)
@@ -162,6 +175,41 @@ def test_the_tweak_loop(lab: str, page: Page):
     expect(cell.locator(".jp-OutputArea")).to_contain_text("is right in all")
 
 
+def test_a_stage_is_edited_in_its_file(lab: str, page: Page):
+    """Open a .cu from the file browser, edit and save it, run the cell again: built anew and checked."""
+    book = _open(lab, page, "scratch.ipynb")
+    cell = book.locator(".jp-CodeCell").first
+    source = (
+        "from workbench.notebook import MSA_COLUMN_ATTENTION as op, check, show_source\n"
+        f'display(show_source(op, "{STAGE.number}"))\ncheck(op, "{STAGE.number}")'
+    )
+    _type(page, cell, source)
+    _run(page)
+    _wait_for(cell)
+    output = cell.locator(".jp-OutputArea")
+    expect(output).to_contain_text("passed")
+    for folder in ("/", "kernels_src", OPERATOR.name):
+        _enter(page, folder)
+    page.locator(".jp-DirListing-item", has_text=STAGE.source.name).dblclick()
+    editor = page.locator(".jp-FileEditor:visible")
+    for old, new, words in (
+        (LINE, LINE.replace("256", "128"), "passed"),
+        ("    __syncthreads();", "    // none", "is wrong in"),
+        ("    // none", "    __syncthreads();", "passed"),
+    ):
+        page.get_by_role("tab", name=STAGE.source.name).click()
+        _replace_line(page, editor, old, new)
+        page.keyboard.press("Control+S")
+        expect(page.locator(".lm-TabBar-tab.lm-mod-current.jp-mod-dirty")).to_have_count(0)
+        page.get_by_role("tab", name="scratch.ipynb").click()
+        cell.locator(".cm-content").click()
+        _run(page)
+        _wait_for(cell)
+        expect(output).to_contain_text(words)
+        expect(output).to_contain_text("kThreads = 128")
+        _keep(page, f"06_file_{words.split()[0]}", cell.locator(".jp-InputArea"))
+
+
 def test_a_plot_is_exported(lab: str, page: Page, tmp_path: Path):
     book = _open(lab, page, "scratch.ipynb")
     cell = book.locator(".jp-CodeCell").first
@@ -178,16 +226,26 @@ def test_a_plot_is_exported(lab: str, page: Page, tmp_path: Path):
     assert "<svg" in (tmp_path / "plot.svg").read_text()
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "plot.csv").read_text().startswith("# ")
-    _keep(page, "06_plot", picture)
+    _keep(page, "07_plot", picture)
 
 
 def _open(lab: str, page: Page, name: str) -> Locator:
     """Open a notebook in a lab with nothing else in it, and wait for its kernel."""
-    page.goto(f"{lab}lab/tree/{name}?reset")
+    page.goto(f"{lab}lab/tree/notebooks/{name}?reset")
     book = page.locator(".jp-NotebookPanel:visible .jp-Notebook")
     expect(book.locator(".jp-Cell").first).to_be_visible(timeout=60_000)
     expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
     return book
+
+
+def _enter(page: Page, folder: str) -> None:
+    """Go to a folder in the file browser: one that it shows, or the root."""
+    if folder == "/":
+        page.locator(".jp-BreadCrumbs-home").click()
+    else:
+        page.locator(".jp-DirListing-item", has_text=folder).dblclick()
+    crumb = page.locator(".jp-BreadCrumbs-item", has_text=folder)
+    expect(crumb).to_have_count(0 if folder == "/" else 1)
 
 
 def _menu(page: Page, menu: str, item: str) -> None:
@@ -209,13 +267,14 @@ def _type(page: Page, cell: Locator, text: str) -> None:
 
 def _replace_line(page: Page, cell: Locator, old: str, new: str) -> None:
     """Click on a line, select it and type another."""
-    line = cell.locator(".cm-line", has_text=re.compile(f"^{re.escape(old)}$"))
+    line = cell.locator(".cm-line", has_text=re.compile(f"^{re.escape(old)}$")).first
     line.scroll_into_view_if_needed()
     line.click()
+    page.keyboard.press("Home")  # to the first letter
     page.keyboard.press("Home")
     page.keyboard.press("Shift+End")
     page.keyboard.insert_text(new)
-    expect(cell.locator(".cm-line", has_text=re.compile(f"^{re.escape(new)}$"))).to_have_count(1)
+    expect(cell.locator(".cm-line", has_text=re.compile(f"^{re.escape(new)}$")).first).to_be_visible()
 
 
 def _line_number(cell: Locator, text: str) -> int:

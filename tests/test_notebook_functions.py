@@ -17,7 +17,7 @@ from torch import nn
 
 from kernels_src import MSA_COLUMN_ATTENTION as ATTENTION
 from kernels_src import OUTER_PRODUCT_MEAN as OPM
-from workbench import counters, notebook, own, precision, results, session, sweep, timeline, variants
+from workbench import counters, header, notebook, own, precision, results, session, sweep, timeline, variants
 from workbench.check import Check, check
 from workbench.reading import reading
 from workbench.sweep import most_warps
@@ -127,6 +127,14 @@ def test_a_mistake_is_marked_at_its_line_in_the_cell(shell):
     assert marked and int(marked[1]) == line and "constexpr itn" in marked[2]
 
 
+def test_a_wrong_stage_is_rejected_and_said_why(shell, monkeypatch):
+    wrong = FIRST.variant(FIRST.code.replace("__syncthreads();", ""), "wrong")
+    monkeypatch.setattr(session, "find", lambda operator, name: wrong)
+    with capture_output() as captured, pytest.raises(variants.Rejected, match="wrong is wrong in 1 of 1"):
+        notebook.check(ATTENTION, "wrong", cases=("masked column",))
+    assert "FAILED" in shown(captured) and "**masked column** at seed: " in shown(captured)
+
+
 def test_a_variant_cannot_take_a_stages_name(shell):
     _, error = run_stage_cell(shell, FIRST.code, f"--as {ATTENTION.stages[1].number}")
     assert isinstance(error, ValueError) and "--as" in str(error)
@@ -234,7 +242,7 @@ def test_time_shows_what_was_recorded_and_where(recorded):
     text = notebook.time(ATTENTION, ATTENTION.stages[1].number).data
     assert "40 µs" in text and "50 µs" in text and "700 µs" in text
     assert "recorded on NVIDIA Test · 2026-01-02" in text
-    assert notebook.predicted(ATTENTION.stages[1]) in text
+    assert header.predicted(ATTENTION.stages[1]) in text
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, times are measured")
@@ -248,9 +256,30 @@ def test_nothing_recorded_is_said(monkeypatch):
 def test_every_stage_predicts():
     for operator in (ATTENTION, OPM):
         for stage in operator.stages:
-            said = notebook.predicted(stage)
+            said = header.predicted(stage)
             assert re.search(r"\d", said), f"{operator.name}/{stage.name}: {said}"
-            assert not re.search(r"\b(Bytes|Operations|Shapes)\b[^.]{0,30}:", said)
+            assert not re.search(
+                r"\b(Bytes|Operations|Shapes)\b[^.]{0,30}:", said + str(header.outcome(stage))
+            )
+            assert "Outcome" not in said
+
+
+HEADER = """// Stage 01: attention core in one kernel
+// Bytes: 4. Predicts at seed: 4 µs: latency. Outcome at seed: 9 µs, since every block
+// waits twice. Shared memory a block: 3 KB.
+"""
+
+
+def test_prediction_and_outcome_are_read_from_the_header(recorded, monkeypatch):
+    stage = FIRST.variant(HEADER + FIRST.code.partition("\n")[2], FIRST.name)
+    assert header.predicted(stage) == "at seed: 4 µs: latency."
+    assert header.outcome(stage) == ["**In hindsight:** at seed: 9 µs, since every block waits twice."]
+    monkeypatch.setattr(session, "find", lambda operator, name: stage)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = notebook.time(ATTENTION, FIRST.number).data.split("\n\n")
+    assert said[0] == "**Predicted** at seed: 4 µs: latency."
+    assert said[1].startswith("**Measured** at seed: 50 µs")  # the recorded number
+    assert said[2] == header.outcome(stage)[0]
 
 
 def test_a_picture_exports_itself_with_rows_and_provenance(recorded, tmp_path: Path):

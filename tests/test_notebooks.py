@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from kernels_src import OPERATORS
-from workbench import execute, session
+from workbench import committed, execute, session
+from workbench.paths import NOTEBOOKS, ROOT
 
-PATHS = sorted(execute.NOTEBOOKS.glob("*.ipynb"))
+PATHS = sorted(NOTEBOOKS.glob("*.ipynb"))
 OF_OPERATOR = {
     "msa_column_attention": "01_msa_column_attention",
     "outer_product_mean": "02_outer_product_mean",
@@ -38,7 +40,7 @@ def paths_in(shown: nbformat.NotebookNode) -> list[str]:
         for output in cell.get("outputs", []):
             texts += [output.get("text", "")]
             texts += [
-                str(data) for mime, data in output.get("data", {}).items() if mime not in execute.PICTURES
+                str(data) for mime, data in output.get("data", {}).items() if mime not in committed.PICTURES
             ]
     return re.findall(r"/(?:home|root|work|tmp|Users)/\S*", "\n".join(texts))
 
@@ -52,17 +54,13 @@ def test_there_are_notebooks():
 
 @every_notebook
 def test_committed_form(path: Path):
-    """No times, widgets or kernel of somebody's machine; cells are named; what ran, ran in order."""
-    committed = notebook(path)
-    nbformat.validate(committed)
-    assert execute.normalise(copy.deepcopy(committed)) == committed
-    assert path.read_text() == nbformat.writes(committed) + "\n"
-    ids = [cell.id for cell in committed.cells]
+    """Valid, cells named; no outputs, or those of a complete run on a GPU of the kernels at hand."""
+    found = notebook(path)
+    nbformat.validate(found)
+    assert path.read_text() == nbformat.writes(found) + "\n"
+    ids = [cell.id for cell in found.cells]
     assert len(set(ids)) == len(ids)
-    code = [cell for cell in committed.cells if cell.cell_type == "code"]
-    counts = [cell.execution_count for cell in code]
-    assert counts in ([None] * len(code), list(range(1, len(code) + 1)))
-    assert not [cell.id for cell in code for output in cell.outputs if output.output_type == "error"]
+    assert not committed.faults(found)
 
 
 @every_notebook
@@ -84,7 +82,7 @@ def test_cells_are_short(path: Path):
 def test_every_stage_has_its_section(name: str):
     """A heading with the title in the source's header, prose, and cells that show, check and time it."""
     operator = OPERATORS[name]
-    sections = _sections(notebook(execute.NOTEBOOKS / f"{OF_OPERATOR[name]}.ipynb"))
+    sections = _sections(notebook(NOTEBOOKS / f"{OF_OPERATOR[name]}.ipynb"))
     numbers = [heading.split(":")[0] for heading in sections if heading.startswith("Stage ")]
     assert numbers == [f"Stage {stage.number}" for stage in operator.stages]
     for stage in operator.stages:
@@ -100,11 +98,11 @@ def test_every_stage_has_its_section(name: str):
         assert re.search(rf'^time\(op, "{stage.number}"', code, re.MULTILINE)
 
 
-def _sections(committed: nbformat.NotebookNode) -> dict[str, tuple[str, str]]:
+def _sections(shown: nbformat.NotebookNode) -> dict[str, tuple[str, str]]:
     """Prose and code below each heading of the second level."""
     sections: dict[str, tuple[str, str]] = {}
     heading = ""
-    for cell in committed.cells:
+    for cell in shown.cells:
         if cell.cell_type == "markdown":
             first, _, rest = cell.source.partition("\n")
             if first.startswith("## "):
@@ -145,11 +143,94 @@ def test_a_failing_cell_is_named(
     assert other.cells[1].outputs[0].text == "b ran\n"
 
 
-def test_all_notebooks_executed_is_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    _write(tmp_path / "a.ipynb", ["1 + 1"])
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU to the eyes of what executes notebooks; their kernels see what there is."""
+    for module in (committed, execute):
+        monkeypatch.setattr(module, "gpu", lambda: "NVIDIA Test")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two notebooks to be executed, in place of the project's."""
     monkeypatch.setattr(execute, "NOTEBOOKS", tmp_path)
     monkeypatch.setattr(execute, "EXECUTED", tmp_path / "executed")
-    assert execute.main() == 0
+    bar = "from tqdm.auto import tqdm\nfor _ in tqdm(range(3)): pass"
+    _write(tmp_path / "a.ipynb", ["import os; print(os.getcwd())", bar])
+    _write(tmp_path / "b.ipynb", ["import torch\ntorch.arange(2)"])
+    return tmp_path
+
+
+def test_outputs_are_kept_with_their_run_and_cleared_again(folder: Path, gpu):
+    before = {path.name: path.read_text() for path in folder.glob("*.ipynb")}
+    assert execute.main(["--keep"]) == 0
+    for path in sorted(folder.glob("*.ipynb")):
+        kept = notebook(path)
+        assert kept.metadata[committed.RECORD].gpu == "NVIDIA Test"
+        assert not committed.faults(kept)
+    assert "tensor([0, 1])" in kept.cells[1].outputs[0].data["text/plain"]
+    assert execute.main(["--clear"]) == 0
+    assert {path.name: path.read_text() for path in folder.glob("*.ipynb")} == before
+
+
+def test_nothing_is_kept_of_a_failed_run_or_without_a_gpu(folder: Path, request, capsys):
+    before = (folder / "b.ipynb").read_text()
+    if not torch.cuda.is_available():
+        assert execute.main(["--keep"]) == 1
+        assert "no GPU" in capsys.readouterr().err and not (folder / "executed").exists()
+    request.getfixturevalue("gpu")
+    _write(folder / "a.ipynb", ["1 / 0"])
+    assert execute.main(["--keep"]) == 1
+    assert (folder / "executed" / "b.ipynb").exists() and (folder / "b.ipynb").read_text() == before
+
+
+def complete_run() -> nbformat.NotebookNode:
+    """A notebook as --keep leaves it."""
+    cells = [
+        new_code_cell(str(number), id=f"cell-{number}", execution_count=number, outputs=[
+            new_output("execute_result", data={"text/plain": str(number)}, execution_count=number)])
+        for number in (1, 2)
+    ]  # fmt: skip
+    run = {"gpu": "NVIDIA Test", "torch": "2", "date": "now", "kernels": committed.digest_of_kernels()}
+    return committed.normalise(new_notebook(cells=cells, metadata={committed.RECORD: run}))
+
+
+def test_a_complete_run_has_no_faults():
+    assert not committed.faults(complete_run())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda book: book.cells.reverse(), "not the outputs of one complete run"),
+        (lambda book: book.cells[1].update(execution_count=None, outputs=[]), "not the outputs of one"),
+        (lambda book: book.metadata.pop(committed.RECORD), "of no known run"),
+        (lambda book: book.metadata[committed.RECORD].update(gpu=None), "without a GPU"),
+        (lambda book: book.metadata[committed.RECORD].update(kernels="0"), "of other kernels"),
+        (lambda book: book.metadata.update(widgets={}), "normal form"),
+        (lambda book: book.cells[0].outputs[0].data.update({"text/plain": str(ROOT)}), "normal form"),
+        (
+            lambda book: book.cells[0].outputs.append(
+                new_output("error", ename="E", evalue="", traceback=[])
+            ),
+            "cells failed: cell-1",
+        ),
+    ],
+)
+def test_what_is_not_a_complete_run_is_a_fault(spoil: Callable[[nbformat.NotebookNode], object], words: str):
+    book = complete_run()
+    spoil(book)
+    (fault,) = committed.faults(book)
+    assert words in fault
+
+
+def test_the_digest_of_kernels_sees_code_and_not_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(committed, "KERNELS", tmp_path)
+    digests = []
+    for text in ("int a;  // one\n", "int  a;\n", "int b;\n"):
+        (tmp_path / "a.cu").write_text(text)
+        digests.append(committed.digest_of_kernels())
+    assert digests[0] == digests[1] != digests[2]
 
 
 def test_normal_form_drops_what_only_one_run_has():
@@ -160,15 +241,15 @@ def test_normal_form_drops_what_only_one_run_has():
         new_output(
             "stream", name="stderr", text="auto.py:21: TqdmWarning: IProgress not found. Please\n  from x\n"
         ),
-        new_output("stream", name="stdout", text=f"{bar}kept\nin {execute.ROOT}/results, {sys.prefix}/bin\n"),
-        new_output("display_data", data={execute.WIDGET: {}, "text/plain": "timing: 0%"}),
+        new_output("stream", name="stdout", text=f"{bar}kept\nin {ROOT}/results, {sys.prefix}/bin\n"),
+        new_output("display_data", data={committed.WIDGET: {}, "text/plain": "timing: 0%"}),
         new_output("display_data", data={"image/png": "AAAA"}, metadata={"image/png": {"width": 5}, "x": 1}),
     ]
     cell = new_code_cell("1", outputs=outputs, metadata={"execution": {"iopub.execute_input": "now"}})
-    done = execute.normalise(
+    done = committed.normalise(
         new_notebook(cells=[cell], metadata={"widgets": {}, "kernelspec": {"name": "a", "display_name": "b"}})
     )
-    assert done.metadata == execute.METADATA
+    assert done.metadata == committed.METADATA
     assert done.cells[0].metadata == {}
     stream, picture = done.cells[0].outputs
     assert stream.text == "kept\nin ./results, .venv/bin\n"
@@ -178,4 +259,4 @@ def test_normal_form_drops_what_only_one_run_has():
 def _write(path: Path, sources: list[str]) -> None:
     cells = [new_markdown_cell("# Title", id="title")]
     cells += [new_code_cell(source, id=f"cell-{number}") for number, source in enumerate(sources)]
-    execute.write(new_notebook(cells=cells), path)
+    committed.write(new_notebook(cells=cells), path)

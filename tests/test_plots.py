@@ -86,10 +86,12 @@ def test_times_show_every_row_with_its_spread_and_where_it_came_from(folder):
 def test_text_in_a_plot_does_not_overlap():
     """Values of different rows, titles and legends keep apart, as they would not with a careless layout."""
     rows = pd.DataFrame(rows_of(ATTENTION))
+    alike = rows[rows["shape"] == "af2"].copy()
+    alike["max_error"] = [1e-6 + 1e-7 * (place % 2) for place in range(len(alike))]
     for figure in (
         plots.time_by_stage(rows[(rows["shape"] == "seed") & (rows.dtype == "fp32")], "Title", "caption"),
         plots.by_shape(rows, ATTENTION, "caption"),
-        plots.error_by_precision(rows[rows["shape"] == "af2"], "Title", "caption"),
+        plots.error_by_precision(alike, "Title", "caption"),
     ):
         with matplotlib.rc_context(plots.STYLE):
             figure.draw_without_rendering()
@@ -118,7 +120,7 @@ def test_the_roofline_has_a_point_for_each_stage_below_the_ceilings(folder):
     figure = plots.roofline(rows, OUTER, CEILINGS, "caption")
     points = [line for line in figure.axes[0].lines if len(line.get_xdata()) == 1]
     assert len(points) == 2 * len(FP32 + BF16)
-    assert any("bf16: 750" in text for text in texts(figure))
+    assert "bf16:\n750 TFLOP/s" in texts(figure)
 
 
 def test_the_same_results_give_the_same_bytes(folder, tmp_path):
@@ -183,6 +185,59 @@ def test_tables_say_the_fastest_and_what_ignores_the_mask(folder):
     [ignoring] = re.findall(r".*`library_chain_no_mask`.*", text)
     assert "ignores the mask" in ignoring
     assert tables.NOTHING in text  # of a card that nothing was measured on
+
+
+def test_tables_mark_what_was_measured_with_another_source(folder):
+    rows = results.load(folder, OUTER.name)
+    assert "†" not in tables.all_stages(rows) + tables.summary(rows)
+    rows["is_old"] = rows.stage.isin(FP32) & (rows["shape"] == "af2")
+    text = tables.all_stages(rows[(rows["shape"] == "af2") & (rows.dtype == "fp32")])
+    assert all(f"| `{name}` † " in text for name in FP32) and "| `eager` " in text
+    command = "python -m workbench bench outer_product_mean --shape af2 --dtype fp32"
+    assert text.endswith(
+        f"\n\n† measured with an earlier version of this stage's source; `{command}` measures it again"
+    )
+    [marked] = [line for line in tables.summary(rows).splitlines() if "` †" in line]
+    assert marked.startswith("| af2 ")
+    session = rows.drop(columns="is_old")  # measured in a notebook's session: of the source at hand
+    assert "†" not in tables.all_stages(session)
+
+
+def test_tables_mark_times_longer_than_a_call(folder):
+    rows = results.load(folder, OUTER.name)
+    some = rows[(rows["shape"] == "af2") & (rows.dtype == "fp32")].copy()
+    some["call_us"] = 1.01 * some.p50_us
+    assert "‡" not in tables.all_stages(some) + tables.summary(some)
+    waiting = some.stage == "eager"
+    some.loc[waiting, "call_us"] = some.p20_us / 1.3
+    text = tables.all_stages(some)
+    [marked] = [line for line in text.splitlines() if " ‡ |" in line]
+    assert marked.startswith("| `eager` ") and "\n\n‡ longer by over a tenth" in text
+
+
+def test_a_report_names_old_rows_and_what_renews_them(folder, monkeypatch):
+    name = OUTER.stage("04").name
+    results.store(folder, OUTER, [row(OUTER, name), row(OUTER, name, "af2")], RUN)
+    assert report.old_rows(folder.parent) == {}
+    monkeypatch.setattr(results, "version_now", lambda operator, stage, shape, dtype: shape)
+    assert report.old_rows(folder.parent) == {
+        f"python -m workbench bench outer_product_mean --shape {shape} --dtype fp32": [
+            f"nvidia-test-1: outer_product_mean/{name} {shape} fp32"
+        ]
+        for shape in ("seed", "af2")
+    }
+
+
+def test_the_fused_module_is_shown_last_with_the_stage_that_it_chose(folder):
+    results.store(folder, OUTER, [row(OUTER, "fused", p50_us=1.0, call_us=21.0)], RUN)
+    rows = results.load(folder, OUTER.name)
+    rows = rows[(rows["shape"] == "seed") & (rows.dtype == "fp32")]
+    chosen = OUTER.stage("08").name
+    assert tables.all_stages(rows).splitlines()[-1].startswith(f"| `fused`, by `{chosen}` ")
+    [line] = [line for line in tables.summary(rows).splitlines() if line.startswith("| seed")]
+    assert "`fused`" not in line and " 21 µs " in line  # a stage is fastest; its call is the module's
+    names = [label.get_text() for label in plots.time_by_stage(rows).axes[0].get_yticklabels()]
+    assert names[-1] == f"fused ({chosen.replace('_', ' ')})"
 
 
 def test_a_marker_that_cannot_be_filled_is_refused(folder):

@@ -6,9 +6,11 @@ import html
 import re
 from dataclasses import replace
 
+import pandas as pd
+
 from kernels_src import OPERATORS
 from workbench import views
-from workbench.annotations import annotated_html, instructions_by_line
+from workbench.annotations import annotated_html, instructions_by_line, kernel_notes
 
 OUTER = OPERATORS["outer_product_mean"]
 FIRST, SECOND = OUTER.stages[:2]
@@ -47,6 +49,12 @@ def test_source_is_escaped_and_highlighted_line_by_line():
         "1// a < b", "2\xa0", '3int f() { return "<script>"[0] & 1; }', "4/* two", "5lines */"
     ]  # fmt: skip
     assert '<span class="kt">int</span>' in markup
+
+
+def test_indentation_is_kept_by_the_markup_itself():
+    """Styles and bare spaces get lost where a page is exported or shown by others; <pre> does not."""
+    for markup in (views.source_html(FIRST), views.diff_html(FIRST, SECOND)):
+        assert re.search(r"<pre>    <span|<pre>    \w", markup)
 
 
 SASS = """
@@ -101,8 +109,22 @@ def test_notes_stand_beside_the_lines_they_are_about():
     stage = OUTER.stage("04")
     lines = stage.code.splitlines()
     rows = text_of(annotated_html(OUTER, stage))
-    assert len(rows) == len(lines)
-    noted = {number: row for number, row in enumerate(rows) if "registers" in row}
+    lines = lines[-len(rows) :]
+    assert lines[0].startswith("#include")  # the header is left out
+    noted = {number: row for number, row in enumerate(rows) if "bytes shared" in row}
     assert len(noted) == 1 and all("block_per_pair_looped_kernel(" in lines[number] for number in noted)
     barriers = [number for number, line in enumerate(lines) if line.strip() == "__syncthreads();"]
     assert barriers and all("barrier" in rows[number] for number in barriers)
+    (summary,) = noted.values()
+    assert re.search(r"SASS: \d+ FFMA.* LDS.* of \d+", summary)
+
+
+def test_instances_of_a_template_share_a_note():
+    code = "template <bool kFirst>\n__global__ void __launch_bounds__(32)\n    part_kernel(float* x) {}\n"
+    usage = {"kernel": ["part_kernel<false>", "part_kernel<true>"], "registers": [8, 9]}
+    resources = pd.DataFrame(usage | {"shared_bytes": 0, "spill_stores": [0, 4]})
+    sass = pd.DataFrame({"kernel": usage["kernel"], "FFMA": [5, 0], "LDS": [2, 3], "all": [20, 30]})
+    assert kernel_notes(code, resources, sass) == {
+        3: "part_kernel<false>: 8 registers, 0 bytes shared, nothing spilled; SASS: 5 FFMA, 2 LDS of 20\n"
+        "part_kernel<true>: 9 registers, 0 bytes shared, 4 bytes spilled; SASS: 3 LDS of 30"
+    }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any
+
+import pandas as pd
 
 from kernels_src.operator import Operator, Stage
-from workbench.views import numbered_html, resources
+from workbench.views import numbered_html, resources, sass_summary
 
 FAMILIES = {
     "wgmma": r"wgmma\.mma_async",
@@ -35,16 +36,18 @@ INSTRUCTION = re.compile(r"^\s*(?:@!?%\w+\s+)?([a-z][a-z0-9_.:]*)\b.*;")
 
 
 def annotated_html(operator: Operator, stage: Stage, shape: str = "seed") -> str:
-    """A stage's source with, beside each line, what it became, and each kernel's resources, as HTML.
+    """A stage's source below its header with, beside each line, what it became, as HTML.
 
-    Counts are of PTX instructions, in loops as often as they are unrolled. Needs nvcc and no GPU.
+    Beside a line stand the PTX instructions that it became, in loops as often as they are unrolled; beside a
+    kernel's definition its resources and the machine instructions (SASS) of all of it. Needs nvcc and no GPU.
     """
     table = resources(operator, stage, shape)
-    ptx = stage.load(operator.shapes[shape]).ptx()
-    notes = {line: _words(counts) for line, counts in instructions_by_line(ptx, _file_of(stage)).items()}
-    for line, text in _kernel_lines(stage, table).items():
-        notes[line] = text
-    return numbered_html(stage.code, notes)
+    kernels = stage.load(operator.shapes[shape])
+    lines = instructions_by_line(kernels.ptx(), _file_of(stage))
+    notes = {line: _words(counts) for line, counts in lines.items()}
+    notes |= kernel_notes(stage.code, table, sass_summary(kernels.sass()))
+    header = re.match(r"(?://.*\n)*", stage.code)
+    return numbered_html(stage.code, notes, first=1 + header[0].count("\n"))
 
 
 def instructions_by_line(ptx: str, file: str) -> dict[int, Counter[str]]:
@@ -73,13 +76,24 @@ def _file_of(stage: Stage) -> str:
     return stage.source.name if stage.text is None else f"{stage.name}.cu"
 
 
-def _kernel_lines(stage: Stage, table: Any) -> dict[int, str]:
-    """The line on which each kernel is defined, with its resources."""
-    notes: dict[int, str] = {}
-    for _, row in table.iterrows():
-        definition = re.search(rf"__global__\b[^;{{}}]*?\b{row.kernel.partition('<')[0]}\(", stage.code)
+def kernel_notes(code: str, resources: pd.DataFrame, sass: pd.DataFrame) -> dict[int, str]:
+    """What to say on the line where a kernel is defined, which a template's instances share."""
+    notes: dict[int, list[str]] = {}
+    for row in resources.itertuples():
+        name = row.kernel.partition("<")[0]
+        definition = re.search(rf"__global__\b[^;{{}}]*?\b{name}\(", code)
         if definition:
-            line = stage.code.count("\n", 0, definition.end()) + 1
+            line = code.count("\n", 0, definition.end()) + 1
             spills = f"{row.spill_stores} bytes spilled" if row.spill_stores else "nothing spilled"
-            notes[line] = f"{row.registers} registers, {row.shared_bytes} bytes shared, {spills}"
-    return notes
+            parts = [f"{row.registers} registers, {row.shared_bytes} bytes shared, {spills}"]
+            parts += [_sass_words(counts) for _, counts in sass[sass.kernel == row.kernel].iterrows()]
+            which = f"{row.kernel}: " if row.kernel != name else ""
+            notes.setdefault(line, []).append(which + "; ".join(parts))
+    return {line: "\n".join(texts) for line, texts in notes.items()}
+
+
+def _sass_words(counts: pd.Series) -> str:
+    """Machine instructions of one kernel by family."""
+    families = counts.drop(["kernel", "all"])
+    present = ", ".join(f"{count} {family}" for family, count in families.items() if count)
+    return f"SASS: {present} of {counts['all']}"

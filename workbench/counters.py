@@ -10,7 +10,7 @@ from io import StringIO
 import pandas as pd
 import torch
 
-from workbench.execute import environment
+from workbench.paths import environment
 from workbench.selection import select
 
 METRICS = {

@@ -10,31 +10,33 @@ from kernels_src.operator import Operator
 from workbench import results, session, tables
 from workbench.plots import caption_of, time_text
 from workbench.roofline import Ceilings, bound, element_bytes, intensity, work
+from workbench.views import headed
 
 LIMITS = {"memory_us": "memory", "matrix_us": "matrix products", "exponential_us": "exponentials"}
 
 
 def counts(operator: Operator) -> pd.DataFrame:
-    """Operations, exponentials, least bytes and arithmetic intensity at each shape."""
+    """Sizes, operations, exponentials, least bytes and arithmetic intensity of each shape."""
     rows = []
     for name, shape in operator.shapes.items():
         operations, exponentials = work(operator, shape)
         rows.append(
             {
-                "shape": f"{name} {', '.join(f'{key} {value}' for key, value in shape._asdict().items())}",
+                "shape": name,
+                **shape._asdict(),
                 "operations": _amount(operations),
-                "exponentials": _amount(exponentials) if exponentials else "",
+                "exponentials": _amount(exponentials) if exponentials else None,
                 **{
                     f"{dtype} bytes": _amount(operator.least_bytes(shape, element_bytes(dtype)))
                     for dtype in ("fp32", "bf16")
                 },
                 **{
-                    f"{dtype} operations a byte": _amount(intensity(operator, shape, dtype))
+                    f"{dtype} intensity": _amount(intensity(operator, shape, dtype))
                     for dtype in ("fp32", "bf16")
                 },
             }
         )
-    return pd.DataFrame(rows).set_index("shape")
+    return headed(pd.DataFrame(rows).dropna(axis="columns"), "shape")
 
 
 def parts(operator: Operator, shape: str = "seed") -> pd.DataFrame:
@@ -82,7 +84,7 @@ def bounds(operator: Operator) -> pd.DataFrame | Markdown:
     for name, shape in operator.shapes.items():
         for dtype in ("fp32", "bf16"):
             least = bound(operator, shape, dtype, card)
-            times = {LIMITS[key]: time_text(value) for key, value in least._asdict().items()}
+            times = {LIMITS[key]: time_text(value) for key, value in least._asdict().items() if value}
             limit = LIMITS[max(LIMITS, key=lambda key, least=least: getattr(least, key))]
             rows.append({"shape": name, "precision": dtype, **times, "bound by": limit})
     return pd.DataFrame(rows).set_index(["shape", "precision"])

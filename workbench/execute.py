@@ -1,17 +1,22 @@
 """Execute every notebook from top to bottom: `python -m workbench.execute`.
 
-Executed copies, and every picture that a cell showed, go to results/executed/. The copies have the form in
-which notebooks are committed, so a copy made on the GPU can take its original's place.
+Executed copies, and every picture that a cell showed, go to results/executed/. With `--keep`, on a machine
+with a GPU, the copies take the originals' place when all notebooks have succeeded. `--clear` executes nothing
+and takes the outputs out of the originals.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
+import multiprocessing
 import os
 import re
+import shutil
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
@@ -19,60 +24,11 @@ from nbclient.exceptions import CellExecutionError
 from nbformat import NotebookNode
 from tqdm.auto import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
-NOTEBOOKS = ROOT / "notebooks"
-EXECUTED = ROOT / "results" / "executed"
+from workbench.committed import PICTURES, RECORD, clear, gpu, record, write
+from workbench.paths import EXECUTED, NOTEBOOKS, environment
+
 CELL_SECONDS = 900  # a cell that takes longer hangs
-METADATA = {
-    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-    "language_info": {"name": "python"},
-}
-WIDGET = "application/vnd.jupyter.widget-view+json"
-# What a progress bar overwrote, and tqdm's complaint where widgets are not installed.
-PROGRESS = re.compile(r"[^\n]*\r(?!\n)|[^\n]*TqdmWarning: IProgress not found.*\n.*\n")
-PICTURES = {"image/svg+xml": ".svg", "image/png": ".png"}
-
-
-def normalise(notebook: NotebookNode) -> NotebookNode:
-    """Leave in a notebook, in place, only what its author and its cells wrote.
-
-    Times, widgets, what progress bars overwrote and the paths of this machine are taken out.
-    """
-    notebook.metadata = nbformat.from_dict(METADATA)
-    notebook.nbformat, notebook.nbformat_minor = 4, 5
-    for cell in notebook.cells:
-        cell.metadata = NotebookNode()
-        if cell.cell_type == "code":
-            cell.outputs = [output for output in map(_normalise_output, cell.outputs) if output]
-    return notebook
-
-
-def _normalise_output(output: NotebookNode) -> NotebookNode | None:
-    """An output without what only this run or machine has; None when nothing is left of it."""
-    if output.output_type == "stream":
-        output.text = _without_paths(re.sub(PROGRESS, "", output.text))
-        return output if output.text.strip() else None
-    if output.output_type == "error":
-        return output
-    if WIDGET in output.data:  # with its text, a progress bar at 0 %
-        return None
-    output.data = NotebookNode({mime: _without_paths(data) for mime, data in output.data.items()})
-    output.metadata = NotebookNode({mime: size for mime, size in output.metadata.items() if mime in PICTURES})
-    return output if output.data else None
-
-
-def _without_paths(data: Any) -> Any:
-    """Text without the folders of this machine: Python's, the repository's and the user's."""
-    if isinstance(data, str):
-        for path, name in ((sys.prefix, ".venv"), (str(ROOT), "."), (str(Path.home()), "~")):
-            data = data.replace(path, name)
-    return data
-
-
-def write(notebook: NotebookNode, path: Path) -> None:
-    """Write a notebook in its committed form."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    nbformat.write(normalise(notebook), path)
+MOST_AT_ONCE = 4  # each has PyTorch in its memory
 
 
 def execute(path: Path, folder: Path) -> str | None:
@@ -88,6 +44,7 @@ def execute(path: Path, folder: Path) -> str | None:
             kernel_name="python3",
             record_timing=False,
             resources={"metadata": {"path": str(path.parent)}},
+            extra_arguments=["--log-level=ERROR"],  # no warning of plain text: it stays in this machine
             on_cell_complete=lambda cell, cell_index: bar.update(),
             on_cell_error=lambda cell, cell_index, execute_reply: failed.append(cell_index),
         )
@@ -98,15 +55,29 @@ def execute(path: Path, folder: Path) -> str | None:
             where = f"{path.name}: cell {index + 1} ({notebook.cells[index].id})"
             return f"{where}\n\n{_plain(str(error))}"
         finally:
+            notebook.metadata[RECORD] = record()
             write(notebook, folder / path.name)
             _write_pictures(notebook, folder / path.stem)
     return None
 
 
-def environment() -> dict[str, str]:
-    """The kernel's environment: this one, with the repository importable where it is not installed."""
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+def execute_all(paths: Sequence[Path], folder: Path) -> list[str]:
+    """Run notebooks, several at once where nothing is timed; return what failed, in their order."""
+    at_once = 1 if gpu() else min(os.cpu_count() or 1, MOST_AT_ONCE)
+    if at_once == 1 or len(paths) == 1:
+        outcomes = {path: execute(path, folder) for path in paths}
+    else:
+        fork = multiprocessing.get_context("fork")
+        longest_first = sorted(paths, key=lambda path: path.stat().st_size, reverse=True)
+        with ProcessPoolExecutor(at_once, fork, initializer=_share_cores, initargs=(at_once,)) as pool:
+            done = pool.map(execute, longest_first, [folder] * len(paths))
+            outcomes = dict(zip(longest_first, done, strict=True))
+    return [failure for path in paths if (failure := outcomes[path])]
+
+
+def _share_cores(at_once: int) -> None:
+    """Give the kernels of this process their part of the cores; threads that wait in vain cost the others."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // at_once)))
 
 
 def _write_pictures(notebook: NotebookNode, stem: Path) -> None:
@@ -126,15 +97,31 @@ def _plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def main() -> int:
-    """Execute all notebooks in the order of their names. Returns 1 when a cell of any of them failed."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Execute all notebooks. Returns 1 when a cell of any of them failed, or when nothing can be kept."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.execute", description=__doc__.split("\n")[0])
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("--keep", action="store_true", help="put the outputs into notebooks/; needs a GPU")
+    group.add_argument("--clear", action="store_true", help="take the outputs out of notebooks/")
+    options = parser.parse_args(arguments)
     paths = sorted(NOTEBOOKS.glob("*.ipynb"))
-    failures = [failure for path in paths if (failure := execute(path, EXECUTED))]
+    if options.clear:
+        for path in paths:
+            clear(path)
+        return 0
+    if options.keep and not gpu():
+        print("--keep: there is no GPU here, and committed outputs have measured times", file=sys.stderr)
+        return 1
+    failures = execute_all(paths, EXECUTED)
     for failure in failures:
         print(f"\nFAILED {failure}", file=sys.stderr)
     print(f"{len(paths) - len(failures)} of {len(paths)} notebooks executed; copies in {EXECUTED}")
+    if options.keep and not failures:
+        for path in paths:
+            shutil.copyfile(EXECUTED / path.name, path)
+        print(f"outputs kept in {NOTEBOOKS}")
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

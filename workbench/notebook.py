@@ -7,7 +7,6 @@ long the CPU takes says nothing about a kernel and is not shown.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -24,16 +23,18 @@ from kernels_src.operator import Operator, Stage
 from kernels_src.outer_product_mean import OUTER_PRODUCT_MEAN
 from workbench import plots, results, session, tables, timeline, traffic, views
 from workbench import reading as words
+from workbench.annotations import annotated_html
 from workbench.check import check as check_cases
-from workbench.check import default_device, judge
+from workbench.check import default_cases, default_device, judge
 from workbench.counting import recorded_ceilings
+from workbench.header import outcome, predicted
 from workbench.marks import marked_html
 from workbench.picture import Picture
-from workbench.problem import CASES, pose
+from workbench.problem import pose
 from workbench.results import is_baseline
 from workbench.sweep import block_sizes
 from workbench.sweep import draw as draw_sweep
-from workbench.variants import try_variant
+from workbench.variants import require, try_variant
 
 __all__ = [
     "MSA_COLUMN_ATTENTION",
@@ -55,6 +56,7 @@ __all__ = [
     "seconds",
     "show_diff",
     "show_error",
+    "show_notes",
     "show_source",
     "show_traffic",
     "sweep",
@@ -64,7 +66,6 @@ __all__ = [
 ]
 
 Name = str | int  # a stage's number or file name, or a variant's name
-CASES_ON_CPU = ("masked column",)
 PEERS = ("eager", "eager_graph", "compile_max_autotune", "library_chain")  # shown beside a stage's time
 
 
@@ -106,6 +107,11 @@ def show_diff(operator: Operator, old: Name, new: Name) -> HTML:
     return HTML(views.diff_html(session.find(operator, old), session.find(operator, new)))
 
 
+def show_notes(operator: Operator, stage: Name, shape: str = "seed") -> HTML:
+    """A stage's source with what the compiler made of it beside its lines; needs no GPU."""
+    return HTML(annotated_html(operator, session.find(operator, stage), shape))
+
+
 def show_traffic(operator: Operator, shape: str = "seed") -> HTML:
     """The reference's `forward` with the kernels that each line runs and the bytes that they move."""
     return HTML(traffic.as_html(operator, shape))
@@ -114,33 +120,27 @@ def show_traffic(operator: Operator, shape: str = "seed") -> HTML:
 def check(
     operator: Operator, stage: Name, shape: str = "seed", cases: Sequence[str] = ()
 ) -> pd.DataFrame | Markdown:
-    """Check a stage case by case on this machine. Raises AssertionError when a case fails.
+    """Check a stage case by case on this machine. Raises Rejected, having said why, when a case fails.
 
-    `cases` are all unless they are named, but one of them on the CPU, where a case takes seconds and runs in
-    three orders of threads; `python -m workbench check` runs all.
+    `cases` are all unless they are named, but one of them on the CPU; `python -m workbench check` runs all.
     """
     one = session.find(operator, stage)
     reason = _not_checked(one, operator.shapes[shape])
     if reason:
         return Markdown(f"`{one.name}` is not checked here: {reason}.")
-    done = check_cases(
-        operator, one, shape, cases=cases or (CASES if torch.cuda.is_available() else CASES_ON_CPU)
-    )
+    done = check_cases(operator, one, shape, cases=cases or default_cases())
     table = pd.DataFrame(
         {
             "largest error": [f"{case.max_abs_error:.1e}" for case in done],
             "eager's": [f"{case.eager_error:.1e}" for case in done],
             "allowed": [f"{case.tolerance:.1e}" for case in done],
-            "": ["passed" if case.passed else f"FAILED: {case.message}" for case in done],
+            "result": ["passed" if case.passed else "FAILED" for case in done],
         },
-        index=pd.Index([case.case for case in done], name=f"{one.name}, {shape}, {default_device()}"),
-    )
+        index=[case.case for case in done],
+    ).rename_axis(columns=f"{one.name}, {shape}, {default_device()}")
     if not all(case.passed for case in done):
         display(table)
-        failed = [case.case for case in done if not case.passed]
-        raise AssertionError(
-            f"{one.name} is wrong in {len(failed)} of {len(done)} cases: {', '.join(failed)}"
-        )
+    require(done, one)
     return table
 
 
@@ -151,9 +151,10 @@ def _not_checked(stage: Stage, shape: Any) -> str | None:
 
 
 def time(operator: Operator, stage: Name, shape: str = "seed") -> Markdown:
-    """A stage's time beside the stage before it and PyTorch, under what its header predicted.
+    """What a stage's header predicted, what was measured, and what the header says of the difference.
 
-    With a GPU both stages are timed now, in one run, and PyTorch's times are the recorded ones.
+    A table has the stage before it and PyTorch beside it. With a GPU both stages are timed now, in one run,
+    and PyTorch's times are the recorded ones.
     """
     one = session.find(operator, stage)
     dtype = session.dtype_of(one)
@@ -175,9 +176,8 @@ def time(operator: Operator, stage: Name, shape: str = "seed") -> Markdown:
         f"**Measured** at {shape}: {plots.time_text(row.p50_us)} for the operator's kernels, "
         f"{plots.time_text(row.call_us)} as a call from Python."
     )
-    return Markdown(
-        f"{said}\n\n{measured}\n\n{tables.all_stages(rows)}\n\n*{session.caption(operator, rows)}*"
-    )
+    paragraphs = [said, measured, *outcome(one), tables.all_stages(rows)]
+    return Markdown("\n\n".join([*paragraphs, f"*{session.caption(operator, rows)}*"]))
 
 
 def measure(operator: Operator, shape: str = "seed") -> Markdown | None:
@@ -230,9 +230,8 @@ def errors(operator: Operator, shape: str = "seed") -> pd.DataFrame:
                 "of eager's": f"{error / problem.eager_error:.2f}",
             }
         )
-    return pd.DataFrame(
-        rows, columns=["stage", "precision", "largest error", "eager's", "of eager's"]
-    ).set_index("stage")
+    columns = ["stage", "precision", "largest error", "eager's", "of eager's"]
+    return views.headed(pd.DataFrame(rows, columns=columns), "stage")
 
 
 def instructions(operator: Operator, stage: Name, shape: str = "seed") -> pd.DataFrame:
@@ -244,7 +243,7 @@ def instructions(operator: Operator, stage: Name, shape: str = "seed") -> pd.Dat
 
 def instructions_of(sass: str) -> pd.DataFrame:
     """Machine instructions of each kernel in a disassembly, counted by family."""
-    return views.sass_summary(sass).set_index("kernel").rename(index=jit_loader.demangle)
+    return views.headed(views.sass_summary(sass), "kernel")
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -254,20 +253,10 @@ def seconds(action: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
-def predicted(stage: Stage) -> str:
-    """What a stage's header predicts, in the words after "Predicts"."""
-    header = re.match(r"(?://.*\n)+", stage.code)
-    text = " ".join(line.removeprefix("//").strip() for line in header[0].splitlines()) if header else ""
-    said = re.search(
-        r"\bPredicts:? (.*?)(?=\s(?:Bytes|Operations|Shapes|Shared memory)\b[^.]{0,30}:|$)", text
-    )
-    return said[1] if said else "nothing."
-
-
 def resources(operator: Operator, stage: Name, shape: str = "seed") -> pd.DataFrame:
     """Registers, shared memory and spills of a stage's kernels, as nvcc reports them; needs no GPU."""
     rows = views.resources(operator, session.find(operator, stage), shape)
-    return rows.drop(columns=["operator", "stage", "shape"]).set_index("kernel")
+    return views.headed(rows.drop(columns=["operator", "stage", "shape"]), "kernel")
 
 
 def table(operator: Operator, shape: str = "seed", dtype: str = "fp32") -> Markdown:
@@ -287,6 +276,7 @@ def plot_stages(operator: Operator, shape: str = "seed", dtype: str = "fp32") ->
     title = f"{operator.title}: {shape}, {dtype}"
     return _picture(
         operator,
+        title,
         session.rows_of(operator, shape, dtype),
         lambda rows, caption: plots.time_by_stage(rows, title, caption),
     )
@@ -296,6 +286,7 @@ def plot_shapes(operator: Operator) -> Picture:
     """Time and peak memory at each shape."""
     return _picture(
         operator,
+        operator.title,
         session.rows_of(operator),
         lambda rows, caption: plots.by_shape(rows, operator, caption),
     )
@@ -303,10 +294,12 @@ def plot_shapes(operator: Operator) -> Picture:
 
 def plot_errors(operator: Operator, shape: str = "seed") -> Picture:
     """Largest error against float64 of every stage and baseline, beside its time."""
+    title = f"{operator.title}: {shape}"
     return _picture(
         operator,
+        title,
         session.rows_of(operator, shape),
-        lambda rows, caption: plots.error_by_precision(rows, f"{operator.title}: {shape}", caption),
+        lambda rows, caption: plots.error_by_precision(rows, title, caption),
     )
 
 
@@ -314,6 +307,7 @@ def plot_roofline(operator: Operator) -> Picture:
     """Each stage a point under the ceilings measured on the card."""
     return _picture(
         operator,
+        operator.title,
         session.rows_of(operator),
         lambda rows, caption: plots.roofline(rows, operator, recorded_ceilings(), caption),
     )
@@ -341,22 +335,24 @@ def plot_resources(operator: Operator, shape: str = "seed") -> Picture:
     rows = results.load_resources(found) if found else pd.DataFrame(columns=["operator", "shape"])
     rows = rows[(rows.operator == operator.name) & (rows["shape"] == shape)]
     if not len(rows):
-        return _nothing(operator)
+        return _nothing(f"{operator.title}: {shape}")
     caption = plots.caption_of(results.load_runs(found))
     figure = plots.resources_by_stage(rows, f"{operator.title}: {shape}", caption)
     return Picture(figure, rows, caption)
 
 
-def _picture(operator: Operator, rows: pd.DataFrame, draw: Callable[[pd.DataFrame, str], Figure]) -> Picture:
+def _picture(
+    operator: Operator, title: str, rows: pd.DataFrame, draw: Callable[[pd.DataFrame, str], Figure]
+) -> Picture:
     """A plot of rows; a figure that says so when no stage is among them."""
     if rows.stage.map(is_baseline).all():
-        return _nothing(operator)
+        return _nothing(title)
     caption = session.caption(operator, rows)
     return Picture(draw(rows, caption), rows, caption)
 
 
-def _nothing(operator: Operator) -> Picture:
+def _nothing(title: str) -> Picture:
     figure = Figure(figsize=(plots.WIDTH, 0.6))
-    text = f"{operator.title}: {session.NOTHING}".replace("`", "")
+    text = f"{title}: {session.NOTHING}".replace("`", "")
     figure.text(0.01, 0.5, text, va="center", color=plots.GREY, fontsize=8)
     return Picture(figure, session.NO_ROWS, session.NOTHING)

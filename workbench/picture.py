@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from workbench import plots
-from workbench.execute import EXECUTED
+from workbench.paths import EXECUTED
 
 DOTS = 160  # an inch, on the screen at twice its density
 

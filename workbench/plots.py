@@ -21,8 +21,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 from kernels_src.operator import Operator
 from workbench.baselines import IGNORES_MASK
-from workbench.results import is_baseline, stage_rank
+from workbench.results import is_baseline, is_stage, old_ones, stage_rank
 from workbench.roofline import Ceilings, intensity
+from workbench.versions import fused_choice
 
 # Okabe and Ito's palette.
 COLOURS = {"fp32": "#0072B2", "tf32": "#E69F00", "bf16": "#D55E00"}
@@ -82,7 +83,7 @@ def time_by_stage(rows: pd.DataFrame, title: str = "", caption: str = "") -> Fig
 
 def roofline(rows: pd.DataFrame, operator: Operator, ceilings: Ceilings, caption: str = "") -> Figure:
     """Speed against arithmetic intensity: each stage a point below the card's measured ceilings."""
-    stages = rows[rows["shape"].isin(operator.shapes) & ~rows.stage.map(is_baseline)]
+    stages = rows[rows["shape"].isin(operator.shapes) & rows.stage.map(is_stage)]
     points = [
         (intensity(operator, operator.shapes[row["shape"]], row.precision), row.tflops)
         for _, row in stages.iterrows()
@@ -113,13 +114,13 @@ def by_shape(rows: pd.DataFrame, operator: Operator, caption: str = "") -> Figur
             for axes, column in ((time, "p50_us"), (memory, "peak_mib")):
                 axes.plot(range(len(shapes)), line[column], line["style"], markersize=5, linewidth=1, **look)
         for axes, label in ((time, "kernel time"), (memory, "peak memory beyond the inputs")):
-            axes.set(yscale="log", title=label, xlim=(-0.3, len(shapes) - 0.7))
+            axes.set(yscale="log", ylabel=f"{label} (log scale)", xlim=(-0.3, len(shapes) - 0.7))
             axes.set_xticks(range(len(shapes)), [_shape_text(name, operator) for name in shapes])
-        time.set_ylabel("log scale")
         _label_log_axis(time.yaxis, time_text)
         memory.yaxis.set_major_locator(LogLocator(base=4))
         memory.yaxis.set_major_formatter(FuncFormatter(lambda mib, _: memory_text(mib)))
         memory.yaxis.set_minor_locator(NullLocator())
+        time.set_title(operator.title)
         figure.legend(*time.get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return figure
 
@@ -134,13 +135,19 @@ def error_by_precision(rows: pd.DataFrame, title: str = "", caption: str = "") -
         error, time = figure.subplots(1, 2, sharey=True)
         for place, (_, row) in enumerate(rows.iterrows()):
             face = "white" if is_baseline(row.stage) else COLOURS[row.precision]
-            for axes, value in ((error, row.max_error), (time, row.p50_us)):
+            for axes, value, text in (
+                (error, row.max_error, f"{row.max_error:.1e}"),
+                (time, row.p50_us, time_text(row.p50_us)),
+            ):
                 axes.plot(value, place, MARKERS[row.precision], color=COLOURS[row.precision],
                           markerfacecolor=face)  # fmt: skip
+                _beside(axes, text, value, place, fontsize=7, color=GREY)
         _name_rows(error, rows)
         error.set(xscale="log", xlabel="largest error against float64 (log scale)", title=title)
         time.set(xscale="log", xlabel="kernel time (log scale)")
-        _label_log_axis(time.xaxis, time_text, most=20)
+        for axes, text in ((error, "{:.0e}".format), (time, time_text)):
+            _span_a_decade(axes)
+            _label_log_axis(axes.xaxis, text, most=20)
         _legend_of_precisions(figure, error, rows)
     return figure
 
@@ -150,7 +157,7 @@ def resources_by_stage(resources: pd.DataFrame, title: str = "", caption: str = 
     names = [f"{row.stage[:2]} {row.kernel}" for _, row in resources.iterrows()]
     panels = {
         "registers a thread": resources.registers,
-        "shared memory a block (KiB)": resources.shared_bytes / 1024,
+        "static shared memory a block (KiB)": resources.shared_bytes / 1024,
     }
     if resources.spill_stores.any():
         panels["spilled (bytes a thread)"] = resources.spill_stores
@@ -161,8 +168,7 @@ def resources_by_stage(resources: pd.DataFrame, title: str = "", caption: str = 
             axes.set(xlabel=label, xlim=(0, max(1.0, 1.2 * values.max())))
             axes.grid(axis="y", visible=False)
             for place, value in enumerate(values):
-                axes.annotate(f"{value:.3g}", (value, place), xytext=(3, 0), va="center",
-                              textcoords="offset points", fontsize=7)  # fmt: skip
+                _beside(axes, f"{value:.3g}", value, place, fontsize=7)
         columns[0].set_yticks(range(len(names)), names, fontsize=7)
         columns[0].set_ylim(len(names) - 0.4, -0.6)
         note = "" if resources.spill_stores.any() else " (nothing is spilled)"
@@ -194,7 +200,10 @@ def time_text(us: float) -> str:
 
 def memory_text(mib: float) -> str:
     """A size of memory with the unit that suits it."""
-    return f"{mib / 1024:.3g} GiB" if mib >= 1024 else f"{mib:.3g} MiB"
+    for unit, size in (("GiB", 1024), ("MiB", 1)):
+        if mib >= size:
+            return f"{mib / size:.3g} {unit}"
+    return f"{mib * 1024:.3g} KiB"
 
 
 @contextmanager
@@ -207,18 +216,26 @@ def styled_figure(caption: str, height: float) -> Iterator[Figure]:
 
 
 def _time_of(axes: Axes, place: int, row: pd.Series) -> None:
-    """Median with its spread, named on its left; the call's time as a stroke, named where it differs."""
+    """Median with its spread, and its name; the call's time as a stroke, named where it differs."""
     colour = COLOURS[row.precision]
     face = "white" if is_baseline(row.stage) else colour
     axes.plot([row.p20_us, row.p80_us], [place, place], color=colour, linewidth=2.5, solid_capstyle="butt")
     axes.plot(row.p50_us, place, MARKERS[row.precision], color=colour, markerfacecolor=face, markersize=6)
     axes.plot(row.call_us, place, "|", color=GREY, markersize=8)
-    text = {"textcoords": "offset points", "va": "center"}
-    axes.annotate(time_text(row.p50_us), (row.p20_us, place), xytext=(-6, 0), ha="right", fontsize=8, **text)
+    median, call = time_text(row.p50_us), time_text(row.call_us)
+    if row.call_us * 1.25 < row.p20_us:
+        _beside(axes, median, row.p80_us, place, fontsize=8)
+        _beside(axes, call, row.call_us, place, left=True, fontsize=7, color=GREY)
+        return
+    _beside(axes, median, min(row.p20_us, row.call_us), place, left=True, fontsize=8)
     if row.call_us > 1.25 * row.p50_us:
-        axes.annotate(
-            time_text(row.call_us), (row.call_us, place), xytext=(5, 0), fontsize=7, color=GREY, **text
-        )
+        _beside(axes, call, row.call_us, place, fontsize=7, color=GREY)
+
+
+def _beside(axes: Axes, text: str, x: float, y: float, *, left: bool = False, **look: Any) -> None:
+    """Text beside a point, on its right unless `left`."""
+    axes.annotate(text, (x, y), xytext=(-6 if left else 6, 0), ha="right" if left else "left", va="center",
+                  textcoords="offset points", **look)  # fmt: skip
 
 
 def _bounds(axes: Axes, rows: pd.DataFrame) -> None:
@@ -243,15 +260,27 @@ def _leave_room(axes: Axes, rows: pd.DataFrame) -> None:
     axes.set_xlim(low / margin, high * margin)
 
 
+def _span_a_decade(axes: Axes) -> None:
+    """Widen a log axis to a decade at least, so that it has ticks, with room for values on the right."""
+    low, high = axes.get_xaxis().get_data_interval()
+    wider = max(1.0, (10 / (high / low)) ** 0.5)
+    low, high = low / wider, high * wider
+    margin = (high / low) ** 0.06
+    axes.set_xlim(low / margin, high * margin**4)
+
+
 def _name_rows(axes: Axes, rows: pd.DataFrame) -> None:
-    axes.set_yticks(range(len(rows)), [_stage_text(name) for name in rows.stage])
+    axes.set_yticks(range(len(rows)), [_stage_text(row) for _, row in rows.iterrows()])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.grid(axis="y", visible=False)
 
 
-def _stage_text(stage: str) -> str:
-    text = stage.removesuffix(IGNORES_MASK).replace("_", " ")
-    return f"{text} (ignores the mask)" if stage.endswith(IGNORES_MASK) else text
+def _stage_text(row: pd.Series) -> str:
+    text = row.stage.removesuffix(IGNORES_MASK).replace("_", " ")
+    if row.stage.endswith(IGNORES_MASK):
+        return f"{text} (ignores the mask)"
+    chosen = None if old_ones(row.to_frame().T).all() else fused_choice(row)
+    return f"{text} ({chosen.replace('_', ' ')})" if chosen else text
 
 
 def _shape_text(name: str, operator: Operator) -> str:
@@ -291,8 +320,8 @@ def _ceilings(axes: Axes, ceilings: Ceilings, points: list[tuple[float, float]])
     roofs = {
         "bf16": (ceilings.bf16_tflops, "-"),
         "TF32": (ceilings.tf32_tflops, "--"),
-        "3 × TF32 (fp32 accuracy)": (ceilings.tf32_tflops / 3, "-."),
-        "fp32 on CUDA cores": (ceilings.fp32_tflops, ":"),
+        "3 × TF32, as fp32": (ceilings.tf32_tflops / 3, "-."),
+        "fp32, CUDA cores": (ceilings.fp32_tflops, ":"),
     }
     top = max(roof for roof, _ in roofs.values())
     left = min([x for x, _ in points] + [4.0]) / 2
@@ -300,9 +329,12 @@ def _ceilings(axes: Axes, ceilings: Ceilings, points: list[tuple[float, float]])
     bottom = min([y for _, y in points] + [left * slope]) / 1.6
     for name, (roof, dashes) in roofs.items():
         axes.plot([roof / slope, right], [roof, roof], dashes, color="black", linewidth=1)
-        axes.annotate(f"{name}: {roof:.0f}", (right, roof), ha="right", va="bottom", fontsize=7)
+        axes.annotate(f"{name}:\n{roof:.0f} TFLOP/s", (right, roof), xytext=(3, 0), va="center", fontsize=7,
+                      textcoords="offset points", annotation_clip=False)  # fmt: skip
     axes.plot([bottom / slope, top / slope], [bottom, top], color="black", linewidth=1.2)
     axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top * 1.8))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     rise = (axes.transData.transform((10, 10)) - axes.transData.transform((1, 1))).tolist()
     axes.annotate(f"memory: {slope:.2f} TB/s", (left * 1.2, left * slope * 1.4), fontsize=7,
                   rotation=math.degrees(math.atan2(rise[1], rise[0])), rotation_mode="anchor")  # fmt: skip
@@ -333,7 +365,7 @@ def _lines_by_shape(rows: pd.DataFrame, shapes: list[str]) -> list[dict[str, Any
         "eager": (lambda stage: stage == "eager", ":", GREY),
         "torch.compile": (lambda stage: stage.startswith("compile"), "-.", "#CC79A7"),
         "libraries": (lambda stage: stage.startswith("library"), "--", "#E69F00"),
-        "fastest stage": (lambda stage: not is_baseline(stage), "-", "#0072B2"),
+        "fastest stage": (is_stage, "-", "#0072B2"),
     }
     for label, (belongs, dashes, colour) in kinds.items():
         for dtype, part in rows[rows.stage.map(belongs)].groupby("dtype", sort=True):

@@ -9,6 +9,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from workbench.views import headed
+
 FRACTION_BITS = {"fp32": 23, "tf32": 10, "bf16": 7}  # all three have an exponent of 8 bits
 SIZE = 512  # of the matrices
 
@@ -66,7 +68,7 @@ def product_errors(seed: int = 0) -> pd.DataFrame:
                 "largest error": f"{error.max().item():.1e}",
             }
         )
-    return pd.DataFrame(rows).set_index("operands")
+    return headed(pd.DataFrame(rows), "operands")
 
 
 def _kinds() -> Iterator[tuple[str, int]]:

@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 
 from kernels_src.operator import Operator, Stage
 from workbench import plots, session, views
-from workbench.check import check
+from workbench.check import check, default_cases
+from workbench.views import headed
 
 WARP = 32
 # Limits of a multiprocessor of compute capability 9.0 (CUDA C++ programming guide, technical specifications).
@@ -31,7 +32,7 @@ def block_sizes(operator: Operator, stage: Stage, sizes: Sequence[int], shape: s
         raise KeyError(f"stage {stage.name} has no constant THREADS to sweep")
     variants = tuple(_with_threads(stage, size) for size in sizes)
     for variant in variants:
-        failed = [case for case in check(operator, variant, shape) if not case.passed]
+        failed = [case for case in check(operator, variant, shape, cases=default_cases()) if not case.passed]
         assert not failed, f"{variant.name} is wrong: {failed[0].message}"
         session.keep(operator, variant)
     table = pd.DataFrame({"threads a block": sizes})
@@ -45,7 +46,7 @@ def block_sizes(operator: Operator, stage: Stage, sizes: Sequence[int], shape: s
         rows = session.rows_of(operator, shape, session.dtype_of(stage)).set_index("stage")
         for column in ("p20_us", "p50_us", "p80_us"):
             table[column] = [rows[column][variant.name] for variant in variants]
-    return table.set_index("threads a block")
+    return headed(table, "threads a block")
 
 
 def draw(table: pd.DataFrame, title: str, caption: str) -> Figure:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import inspect
 import sys
+import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,8 @@ from kernels_src.operator import Operator
 CSS = """
 .foldfuse-traffic td, .foldfuse-traffic th {text-align: left !important; vertical-align: top}
 .foldfuse-traffic td:nth-child(2), .foldfuse-traffic td:nth-child(3) {white-space: nowrap}
-.foldfuse-traffic td:last-child, .foldfuse-traffic code {white-space: pre-wrap; background: none !important}
+.foldfuse-traffic pre {margin: 0; padding: 0; background: none !important}
+.foldfuse-traffic pre {white-space: pre-wrap !important; word-break: normal !important}
 """
 
 
@@ -50,7 +52,8 @@ def traffic(operator: Operator, shape: Any, dtype: torch.dtype = torch.float32) 
 def traffic_of(module: nn.Module, *inputs: Tensor) -> list[Line]:
     """Every line of a module's `forward` with what it did when called with these inputs."""
     texts, first = inspect.getsourcelines(type(module).forward)
-    lines = [Line(number, text.rstrip()) for number, text in enumerate(texts, start=first)]
+    shown = textwrap.dedent("".join(texts)).splitlines()
+    lines = [Line(number, text) for number, text in enumerate(shown, start=first)]
     with torch.no_grad(), _Recorder(type(module).forward.__code__, lines, first):
         module(*inputs)
     return lines
@@ -137,7 +140,7 @@ def _without_docstring(lines: list[Line]) -> list[Line]:
 def _row(line: Line) -> str:
     cells = [", ".join(line.operations), _size(line.bytes_read), _size(line.bytes_written)]
     numbers = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-    return f"<tr>{numbers}<td><code>{html.escape(line.text)}</code></td></tr>"
+    return f"<tr>{numbers}<td><pre>{html.escape(line.text)}</pre></td></tr>"
 
 
 def _size(count: int) -> str:

@@ -25,7 +25,7 @@ RESOURCES = {
 
 
 class Rejected(AssertionError):
-    """A variant that does not compile or gives wrong results. What is wrong has been displayed."""
+    """A stage that does not compile or gives wrong results. What is wrong has been displayed."""
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback, whose frames are all the workbench's."""
@@ -44,7 +44,7 @@ def try_variant(operator: Operator, variant: Stage, shape: str = "seed", header_
         raise ValueError(f"--as {variant.name}: a stage is called that; choose another name")
     with _errors_marked(variant, header_lines):
         checks = check(operator, variant, shape)
-    _require(checks, variant)
+    require(checks, variant)
     with _errors_marked(variant, header_lines):
         compiled = [views.resources(operator, stage, shape) for stage in (base, variant)]
     session.keep(operator, variant)
@@ -81,20 +81,20 @@ def save(operator: Operator, variant: Stage) -> Path:
     return path
 
 
-def _require(checks: list[Check], variant: Stage) -> None:
+def require(checks: list[Check], stage: Stage) -> None:
     """Raise Rejected, having said why, unless every case passed."""
     failed = [case for case in checks if not case.passed]
     if failed:
         display(Markdown("\n".join(f"- **{case.case}** at {case.shape}: {case.message}" for case in failed)))
-        raise Rejected(f"{variant.name} is wrong in {len(failed)} of {len(checks)} cases")
+        raise Rejected(f"{stage.name} is wrong in {len(failed)} of {len(checks)} cases")
 
 
 def _verdict(operator: Operator, base: Stage, variant: Stage, shape: str, checks: list[Check]) -> str:
     """One paragraph: that it is right, and whether it is faster."""
-    worst = max(case.max_abs_error for case in checks)
+    worst = max(case.max_abs_error / case.tolerance for case in checks)
     right = (
         f"`{variant.name}` is right in all {len(checks)} cases at {shape} on the {default_device().upper()}; "
-        f"its largest error is {worst:.1e}."
+        f"its errors are at most {100 * worst:.0f} % of what is allowed."
     )
     times = _times(operator, base, variant, shape)
     if not times:
@@ -111,7 +111,7 @@ def _changes(
 ) -> pd.DataFrame:
     """Times and resources of both, and by how much they differ."""
     rows = [*_time_rows(operator, base, variant, shape), *_resource_rows(*compiled)]
-    return pd.DataFrame(rows, columns=["", base.name, variant.name, "change"]).set_index("")
+    return views.headed(pd.DataFrame(rows, columns=["", base.name, variant.name, "change"]), "")
 
 
 def _times(operator: Operator, base: Stage, variant: Stage, shape: str) -> list[pd.Series]:

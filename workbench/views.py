@@ -38,12 +38,15 @@ FUNCTION = re.compile(r"^\s*(?:Function : |\.text\.)([\w$]+)", re.MULTILINE)
 CSS = """
 .foldfuse-diff {border-collapse: collapse; font: 12px/1.35 monospace; table-layout: fixed; width: 100%}
 .foldfuse-diff tr, .foldfuse-diff tr:hover {background: none !important}  /* JupyterLab stripes tables */
-.foldfuse-diff td {padding: 0 6px; vertical-align: top; white-space: pre-wrap; text-align: left !important}
+.foldfuse-diff td {padding: 0 6px; vertical-align: top; text-align: left !important}
+.foldfuse-diff pre {margin: 0; padding: 0; font: inherit; background: none !important}
+.foldfuse-diff pre {white-space: pre-wrap !important; word-break: normal !important; overflow-wrap: anywhere}
 .foldfuse-diff td.number {width: 2.5em; color: #888; text-align: right !important; user-select: none}
 .foldfuse-diff td.old {background: #fdf0d5}
 .foldfuse-diff td.new {background: #d9ecf7}
-.foldfuse-diff td.note {width: 30%; color: #5b4a8a; font-style: italic}
+.foldfuse-diff td.note {width: 30%; color: #5b4a8a; font-style: italic; white-space: pre-line}
 .foldfuse-diff td.skip {color: #888; text-align: center !important}
+.foldfuse-box {max-height: 44em; overflow: auto; resize: vertical; border: 1px solid #ddd}
 """
 
 
@@ -79,12 +82,12 @@ def source_html(stage: Stage) -> str:
     return numbered_html(stage.code)
 
 
-def numbered_html(code: str, notes: Mapping[int, str] | None = None) -> str:
-    """A CUDA source, highlighted, with line numbers and, where there are any, notes beside its lines."""
+def numbered_html(code: str, notes: Mapping[int, str] | None = None, first: int = 1) -> str:
+    """A CUDA source from its line `first`, highlighted and numbered, with any notes beside its lines."""
     rows = []
-    for number, line in enumerate(_highlighted(code), start=1):
+    for number, line in enumerate(_highlighted(code)[first - 1 :], start=first):
         note = f'<td class="note">{html.escape(notes.get(number, ""))}</td>' if notes else ""
-        rows.append(f'<tr><td class="number">{number}</td><td>{line}</td>{note}</tr>')
+        rows.append(f'<tr><td class="number">{number}</td><td>{_pre(line)}</td>{note}</tr>')
     return _table(rows)
 
 
@@ -116,6 +119,11 @@ def sass_summary(sass: str) -> pd.DataFrame:
     return table[present].rename_axis("kernel").reset_index()
 
 
+def headed(table: pd.DataFrame, name: str) -> pd.DataFrame:
+    """A table by one of its columns, whose name stands in the row of the others' and not below it."""
+    return table.set_index(name).rename_axis(index=None, columns=name)
+
+
 def _families(opcodes: list[str]) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for opcode in opcodes:
@@ -127,8 +135,15 @@ def _families(opcodes: list[str]) -> dict[str, int]:
 
 
 def _table(rows: list[str]) -> str:
+    """A table in a box that scrolls, so that a long source takes no more room than a screen."""
     style = f"<style>{CSS}{_highlight_css()}</style>"
-    return f'{style}<table class="foldfuse-diff highlight">{"".join(rows)}</table>'
+    table = f'<table class="foldfuse-diff highlight">{"".join(rows)}</table>'
+    return f'{style}<div class="foldfuse-box">{table}</div>'
+
+
+def _pre(line: str) -> str:
+    """A line that keeps its indentation wherever the page is shown, with or without the style above."""
+    return f"<pre>{line}</pre>"
 
 
 def _side_by_side(tag: str, shown: tuple[list[str], list[str]], old: range, new: range) -> Iterator[str]:
@@ -139,7 +154,7 @@ def _side_by_side(tag: str, shown: tuple[list[str], list[str]], old: range, new:
             if place < len(numbers):
                 marked = "" if tag == "equal" else f' class="{kind}"'
                 number = numbers[place]
-                cells += f'<td class="number">{number + 1}</td><td{marked}>{lines[number]}</td>'
+                cells += f'<td class="number">{number + 1}</td><td{marked}>{_pre(lines[number])}</td>'
             else:
                 cells += "<td></td><td></td>"
         yield f"<tr>{cells}</tr>"
