@@ -114,7 +114,7 @@ def by_shape(rows: pd.DataFrame, operator: Operator, caption: str = "") -> Figur
             for axes, column in ((time, "p50_us"), (memory, "peak_mib")):
                 axes.plot(range(len(shapes)), line[column], line["style"], markersize=5, linewidth=1, **look)
         for axes, label in ((time, "kernel time"), (memory, "peak memory beyond the inputs")):
-            axes.set(yscale="log", ylabel=f"{label} (log scale)", xlim=(-0.3, len(shapes) - 0.7))
+            axes.set(yscale="log", ylabel=f"{label}\n(log scale)", xlim=(-0.3, len(shapes) - 0.7))
             axes.set_xticks(range(len(shapes)), [_shape_text(name, operator) for name in shapes])
         _label_log_axis(time.yaxis, time_text)
         memory.yaxis.set_major_locator(LogLocator(base=4))
@@ -362,14 +362,16 @@ def _lines_by_shape(rows: pd.DataFrame, shapes: list[str]) -> list[dict[str, Any
     """One line for eager, torch.compile, libraries and the fastest stage, in each dtype."""
     lines = []
     kinds = {
-        "eager": (lambda stage: stage == "eager", ":", GREY),
+        "eager": (lambda stage: stage in ("eager", "eager_graph"), ":", GREY),
         "torch.compile": (lambda stage: stage.startswith("compile"), "-.", "#CC79A7"),
         "libraries": (lambda stage: stage.startswith("library"), "--", "#E69F00"),
         "fastest stage": (is_stage, "-", "#0072B2"),
     }
     for label, (belongs, dashes, colour) in kinds.items():
         for dtype, part in rows[rows.stage.map(belongs)].groupby("dtype", sort=True):
-            best = part.loc[part.groupby("shape").p50_us.idxmin()].set_index("shape").reindex(shapes)
+            by_shape = part.groupby("shape")
+            best = part.loc[by_shape.p50_us.idxmin()].set_index("shape").reindex(shapes)
+            peak = best.peak_mib.fillna(by_shape.peak_mib.min())  # a graph's own is not known
             lines.append(
                 {
                     "label": f"{label}, {dtype}",
@@ -377,7 +379,7 @@ def _lines_by_shape(rows: pd.DataFrame, shapes: list[str]) -> list[dict[str, Any
                     "color": colour,
                     "markerfacecolor": colour if dtype == "bf16" else "white",
                     "p50_us": best.p50_us,
-                    "peak_mib": best.peak_mib,
+                    "peak_mib": peak,
                 }
             )
     return lines
