@@ -272,7 +272,11 @@ def _prebuild(plan: Sequence[tuple[Operator, tuple[Stage, ...], str, Any]], devi
             for stage in stages
             if not _not_checked(stage, shape, device)
         ]
-        jit_loader.prebuild(list(dict.fromkeys(sources)), "cuda" if device == "cuda" else "cpu")
+        sources = list(dict.fromkeys(sources))
+        jit_loader.prebuild(sources, "cuda" if device == "cuda" else "cpu")
+        if device == "cpu":
+            with jit_loader.cpu_schedule("races"):
+                jit_loader.prebuild(sources, "cpu")
 
 
 def _not_checked(stage: Stage, shape: Any, device: str) -> str | None:

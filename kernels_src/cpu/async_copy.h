@@ -3,12 +3,13 @@
 // nor a missing wait goes unseen.
 #pragma once
 
-#include "block.h"
+#include "scheduler.h"
 
 namespace [[gnu::visibility("hidden")]] cpu {
 
 inline void start_copy(void* to, const void* from, int bytes, bool valid, const char* name,
                        Site site) {
+    IN_RACES(const Quiet quiet;)
     Block& block = *current_block;
     Thread& thread = *current_thread;
     if (!block.shared.contains(to)) {
@@ -26,17 +27,25 @@ inline void start_copy(void* to, const void* from, int bytes, bool valid, const 
             realloc(thread.copies, thread.copy_capacity * sizeof(PendingCopy)));
     }
     memset(to, 0xFF, bytes);
-    thread.copies[thread.copy_count++] = {to, from, bytes, thread.copy_group, valid};
+    PendingCopy& copy = thread.copies[thread.copy_count++];
+    copy = {to, from, bytes, thread.copy_group, valid, 0};
+    IN_RACES(Races& races = *block.races; copy.flight = races.log_end();
+             races.access(races.in_flight(Kind::Write, Agent::Copy, site), to, bytes);
+             if (valid) races.access(races.by(thread, Kind::Read, site), from, bytes);)
 }
 
 inline void wait_copies(int pending) {
+    IN_RACES(const Quiet quiet;)
     Thread& thread = *current_thread;
     int kept = 0;
     for (int i = 0; i < thread.copy_count; ++i) {
         const PendingCopy copy = thread.copies[i];
         if (copy.group >= thread.copy_group - pending) {
             thread.copies[kept++] = copy;
-        } else if (copy.valid) {
+            continue;
+        }
+        IN_RACES(current_block->races->land({copy.flight, copy.flight + 1});)
+        if (copy.valid) {
             memcpy(copy.to, copy.from, copy.bytes);
         } else {
             memset(copy.to, 0, copy.bytes);
@@ -59,7 +68,10 @@ inline void copy_async_4(void* shared, const void* global, bool valid = true,
                          cpu::Site site = cpu::Site::here()) {
     cpu::start_copy(shared, global, 4, valid, "copy_async_4", site);
 }
-inline void copy_async_commit() { ++cpu::current_thread->copy_group; }
+inline void copy_async_commit() {
+    IN_RACES(const cpu::Quiet quiet;)
+    ++cpu::current_thread->copy_group;
+}
 template <int kPending>
 void copy_async_wait() {
     cpu::wait_copies(kPending);

@@ -6,6 +6,8 @@
 #include <stdint.h>
 #include <stdlib.h>
 
+#include <type_traits>
+
 #include <vector_functions.h>
 
 #undef __global__
@@ -19,6 +21,9 @@
 #define __builtin_assume(condition) static_cast<void>(0)
 
 #include "barrier.h"
+#ifdef RACES
+#include "compiler_calls.h"
+#endif
 #include "device_functions.h"
 #include "launch.h"
 #include "warp.h"
@@ -27,9 +32,10 @@
 #define LAUNCH_CLUSTER(...) cpu::cluster_launch_of(#__VA_ARGS__, __VA_ARGS__)
 
 // One array for all threads of a block, told from others by its declaration's address.
-#define SHARED(type, name, ...)                                                    \
-    typedef type name##_array __VA_ARGS__;                                         \
-    static cpu::SharedDeclaration name##_declaration{#name, sizeof(name##_array)}; \
+#define SHARED(type, name, ...)                                                        \
+    typedef type name##_array __VA_ARGS__;                                             \
+    static cpu::SharedDeclaration name##_declaration{                                  \
+        #name, sizeof(name##_array), sizeof(std::remove_all_extents_t<name##_array>)}; \
     name##_array& name = *static_cast<name##_array*>(cpu::shared_array(name##_declaration))
 #define DYNAMIC_SHARED(type, name) \
     type* name = static_cast<type*>(cpu::current_block->shared.dynamic())
@@ -42,6 +48,7 @@
 namespace [[gnu::visibility("hidden")]] cpu {
 
 inline void* shared_array(const SharedDeclaration& declaration, Site site = Site::here()) {
+    IN_RACES(const Quiet quiet;)
     SharedMemory& shared = current_block->shared;
     void* array = shared.find_or_add(&declaration);
     if (!array) {

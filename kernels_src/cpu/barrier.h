@@ -4,13 +4,14 @@
 // here it is an error at once.
 #pragma once
 
-#include "block.h"
+#include "scheduler.h"
 
 namespace [[gnu::visibility("hidden")]] cpu {
 
 // `threads` threads meet at barrier 0 to 15 of the block. 0 is that of __syncthreads; at the others
 // different source lines may meet, as when one warp produces what others consume.
 inline void barrier_sync(int number, int threads, const char* name, Site site = Site::here()) {
+    IN_RACES(const Quiet quiet;)
     Block& block = *current_block;
     Thread& thread = *current_thread;
     if (number < 0 || number >= kBarriers || threads < 1 || threads > block.size ||
@@ -42,6 +43,8 @@ inline void barrier_sync(int number, int threads, const char* name, Site site = 
     barrier.waiting[thread.warp()] |= thread.bit();
     if (++barrier.arrived == barrier.expected) {
         block.check_guards(name, site);
+        IN_RACES(if (threads == block.size) block.races->meet_block(block);
+                 else block.races->meet(block, 0, block.warp_count, barrier.waiting);)
         for (int w = 0; w < block.warp_count; ++w) {
             if (barrier.waiting[w]) block.make_ready(w, barrier.waiting[w]);
             barrier.waiting[w] = 0;

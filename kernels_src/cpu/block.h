@@ -26,6 +26,8 @@ struct Grid {
     size_t dynamic_bytes;
     void (*call)(void* kernel);  // calls the kernel with its arguments
     void* kernel;
+    const char* text;  // begins with the kernel's name
+    Site site;         // of LAUNCH
     Schedule schedule;
     Failure failure;
 };
@@ -36,6 +38,7 @@ struct PendingCopy {
     const void* from;
     int bytes, group;
     bool valid;
+    uint32_t flight;  // its number among the accesses, see races.h
 };
 
 struct Thread {
@@ -51,10 +54,14 @@ struct Thread {
     // its copies in flight:
     PendingCopy* copies;
     int copy_count, copy_capacity, copy_group;
+    // of races.h:
+    int quiet;      // in the backend's own code, whose accesses don't count
+    bool repeated;  // its last write must have changed nothing
+    int held;       // its arrays that wgmma uses
 
-    int warp() const { return number / kLanes; }
-    int lane() const { return number % kLanes; }
-    uint32_t bit() const { return 1u << lane(); }
+    UNSEEN int warp() const { return number / kLanes; }
+    UNSEEN int lane() const { return number % kLanes; }
+    UNSEEN uint32_t bit() const { return 1u << lane(); }
 };
 
 // Sets of lanes.
@@ -74,8 +81,22 @@ struct BlockBarrier {
 };
 
 class Block;
+class Races;
 inline thread_local Block* current_block;
 inline thread_local Thread* current_thread;
+
+#ifdef RACES
+// While one lives, the current thread is in the backend's own code.
+class Quiet {
+  public:
+    UNSEEN Quiet() : thread_(*current_thread) { ++thread_.quiet; }
+    UNSEEN ~Quiet() { --thread_.quiet; }
+    Quiet(const Quiet&) = delete;
+
+  private:
+    Thread& thread_;
+};
+#endif
 
 class Block {
   public:
@@ -95,6 +116,7 @@ class Block {
     }
     // Suspends the current thread until someone makes it ready.
     void wait(const char* what, Site site) {
+        IN_RACES(const Quiet quiet;)
         current_thread->waits_for = what;
         current_thread->site = site;
         current_thread->fiber.suspend();
@@ -102,10 +124,18 @@ class Block {
     // Ends the launch with a sentence about a thread. Called by a fiber, and never returns to it.
     [[noreturn, gnu::cold, gnu::format(printf, 4, 5)]] void fail(const Thread& thread, Site site,
                                                                  const char* format, ...);
+    // The same, and goes on.
+    [[gnu::cold, gnu::format(printf, 4, 5)]] void report(const Thread& thread, Site site,
+                                                         const char* format, ...);
+    void report(const Thread& thread, Site site, const char* format, va_list arguments);
     // Ends the launch if a shared array was written out of bounds.
     void check_guards(const char* when, Site site);
 
-    Thread& lane(int warp, int lane) { return threads[warp * kLanes + lane]; }
+    UNSEEN bool has_on_stack(const void* address) const {
+        return address >= stacks_ && address < stacks_ + stacks_bytes();
+    }
+
+    UNSEEN Thread& lane(int warp, int lane) { return threads[warp * kLanes + lane]; }
 
     Grid& grid;
     const int size, warp_count;
@@ -121,6 +151,7 @@ class Block {
     const int rank;  // in its cluster
     Block** cluster;
     int cluster_arrived, cluster_phase;  // rank 0 counts for cluster_sync
+    Races* races;                        // of the cluster, in a build that looks for them
 
   private:
     static constexpr size_t kStackBytes = 256 * 1024;  // only what is touched takes memory
@@ -129,7 +160,7 @@ class Block {
     static void run_thread();
     void exit_thread(Thread& thread);
     // One more than threads, at the bottom: a stack that is too small runs into the next lower one.
-    size_t stacks_bytes() const { return (size + 1) * kStackBytes; }
+    UNSEEN size_t stacks_bytes() const { return (size + 1) * kStackBytes; }
     char* stack_of(const Thread& thread) const {
         return stacks_ + (thread.number + 1) * kStackBytes;
     }
@@ -141,15 +172,26 @@ class Block {
     Random random_;
 };
 
-inline void Block::fail(const Thread& thread, Site site, const char* format, ...) {
+inline void Block::report(const Thread& thread, Site site, const char* format, va_list arguments) {
     char sentence[kTextBytes / 2];
-    va_list arguments;
-    va_start(arguments, format);
     vsnprintf(sentence, sizeof sentence, format, arguments);
-    va_end(arguments);
     grid.failure.keep(cudaErrorLaunchFailure, "block (%u,%u,%u), thread (%u,%u,%u), %s:%d: %s",
                       index.x, index.y, index.z, thread.index.x, thread.index.y, thread.index.z,
                       site.file, site.line, sentence);
+}
+
+inline void Block::report(const Thread& thread, Site site, const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    report(thread, site, format, arguments);
+    va_end(arguments);
+}
+
+inline void Block::fail(const Thread& thread, Site site, const char* format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    report(thread, site, format, arguments);
+    va_end(arguments);
     for (;;) current_thread->fiber.suspend();
 }
 
@@ -170,6 +212,7 @@ inline void Block::check_guards(const char* when, Site site) {
 // it then never holds, the launch ends with an error that names `what` and the site.
 template <typename Condition>
 void wait_until(Condition condition, const char* what, Site site = Site::here()) {
+    IN_RACES(const Quiet quiet;)
     if (condition()) return;
     Thread& thread = *current_thread;
     thread.data = &condition;

@@ -5,6 +5,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "scheduler.h"
+
 inline float __expf(float x) { return expf(x); }
 inline float __logf(float x) { return logf(x); }
 inline float __log2f(float x) { return log2f(x); }
@@ -40,7 +42,7 @@ DEFINE_MIN_AND_MAX(unsigned long long)
 namespace [[gnu::visibility("hidden")]] cpu {
 
 template <typename To, typename From>
-To bits_as(From from) {
+UNSEEN To bits_as(From from) {
     static_assert(sizeof(To) == sizeof(From), "both must have the same size");
     To to;
     memcpy(&to, &from, sizeof to);
@@ -49,7 +51,9 @@ To bits_as(From from) {
 
 // Blocks run on several OS threads. Returns what was there before.
 template <typename Value, typename Change>
-Value change_atomically(Value* at, Change change) {
+Value change_atomically(Value* at, Change change, Site site) {
+    IN_RACES(const Quiet quiet; Races& races = *current_block->races;
+             races.access(races.by(*current_thread, Kind::Atomic, site), at, sizeof(Value));)
     Value before, after;
     __atomic_load(at, &before, __ATOMIC_RELAXED);
     do {
@@ -106,24 +110,30 @@ void __stcs(Value* to, cpu::SameAs<Value> value) {
 }
 
 template <typename Value>
-Value atomicAdd(Value* at, cpu::SameAs<Value> value) {
-    return cpu::change_atomically(at, [=](Value old) { return static_cast<Value>(old + value); });
+Value atomicAdd(Value* at, cpu::SameAs<Value> value, cpu::Site site = cpu::Site::here()) {
+    return cpu::change_atomically(
+        at, [=](Value old) { return static_cast<Value>(old + value); }, site);
 }
 template <typename Value>
-Value atomicMax(Value* at, cpu::SameAs<Value> value) {
-    return cpu::change_atomically(at, [=](Value old) { return old < value ? value : old; });
+Value atomicMax(Value* at, cpu::SameAs<Value> value, cpu::Site site = cpu::Site::here()) {
+    return cpu::change_atomically(at, [=](Value old) { return old < value ? value : old; }, site);
 }
 template <typename Value>
-Value atomicMin(Value* at, cpu::SameAs<Value> value) {
-    return cpu::change_atomically(at, [=](Value old) { return value < old ? value : old; });
+Value atomicMin(Value* at, cpu::SameAs<Value> value, cpu::Site site = cpu::Site::here()) {
+    return cpu::change_atomically(at, [=](Value old) { return value < old ? value : old; }, site);
 }
 template <typename Value>
-Value atomicExch(Value* at, cpu::SameAs<Value> value) {
-    return cpu::change_atomically(at, [=](Value) { return value; });
+Value atomicExch(Value* at, cpu::SameAs<Value> value, cpu::Site site = cpu::Site::here()) {
+    return cpu::change_atomically(at, [=](Value) { return value; }, site);
 }
 template <typename Value>
-Value atomicCAS(Value* at, cpu::SameAs<Value> expected, cpu::SameAs<Value> value) {
-    return cpu::change_atomically(at, [=](Value old) { return old == expected ? value : old; });
+Value atomicCAS(Value* at, cpu::SameAs<Value> expected, cpu::SameAs<Value> value,
+                cpu::Site site = cpu::Site::here()) {
+    return cpu::change_atomically(
+        at, [=](Value old) { return old == expected ? value : old; }, site);
 }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence() {
+    IN_RACES(const cpu::Quiet quiet; cpu::current_block->races->fence_threads();)
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+}
 inline void __threadfence_block() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

@@ -17,7 +17,7 @@ namespace [[gnu::visibility("hidden")]] cpu {
 
 // A bf16 or fp16 in memory.
 template <typename T>
-float value_of(const void* from) {
+UNSEEN float value_of(const void* from) {
     return static_cast<float>(*static_cast<const T*>(from));
 }
 
@@ -27,14 +27,14 @@ struct Operand {
     uint32_t k_stride, mn_stride;
     Major major;
 
-    Operand(uint64_t bits, Major m)
+    UNSEEN Operand(uint64_t bits, Major m)
         : start(current_block->shared.at((bits & 0x3FFF) * 16)),
           k_stride((bits >> 16 & 0x3FFF) * 16),
           mn_stride((bits >> 32 & 0x3FFF) * 16),
           major(m) {}
 
     template <typename T>
-    float at(int mn, int k) const {
+    UNSEEN float at(int mn, int k) const {
         const int row = major == Major::K ? mn % 8 : k % 8,
                   place = major == Major::K ? k % 8 : mn % 8;
         return value_of<T>(start + k / 8 * k_stride + mn / 8 * mn_stride + row * 16 + place * 2);
@@ -51,10 +51,12 @@ struct Product {
     Major major_a, major_b;
     float rows[2][16];  // of A, if it comes from registers
     void (*run)(Product&, float* sums);
+    IN_RACES(Flight flight;              // lane 0's, for its warp
+             const uint32_t* fragment;)  // of A, if it comes from registers
 };
 
 template <typename T>
-void run_product(Product& product, float* sums) {
+UNSEEN void run_product(Product& product, float* sums) {
     const int thread = current_thread->number % 128, quarter = thread % 4;
     const Operand a(product.a, product.major_a), b(product.b, product.major_b);
     if (!product.accumulate) std::fill_n(sums, product.count, 0.0f);
@@ -81,12 +83,17 @@ struct Products {
     int uncommitted = 0;
     std::map<float*, std::vector<float>> results;  // what the registers will hold
 
-    void start(const Product& product) {
+    void start(const Product& product, Site site) {
         auto [entry, first] = results.try_emplace(product.result);
         if (first) {
             entry->second.assign(product.result, product.result + product.count);
             std::fill_n(product.result, product.count, NAN);
+            IN_RACES(current_block->races->hold(product.result, product.count * sizeof(float),
+                                                false, site);)
         }
+        IN_RACES(if (product.fragment) current_block->races->hold(
+            product.fragment, 4 * sizeof(uint32_t), true, site);)
+        static_cast<void>(site);
         pending.push_back(product);
         ++uncommitted;
     }
@@ -101,6 +108,9 @@ struct Products {
         for (; groups.size() > groups_left; groups.erase(groups.begin())) {
             for (const size_t end = done + groups.front(); done < end; ++done) {
                 pending[done].run(pending[done], results.at(pending[done].result).data());
+                IN_RACES(const Flight flight = pending[done].flight;
+                         if (flight.end > 0) current_block->races->land_for_warp(flight);
+                         current_block->races->release(pending[done].fragment);)
             }
         }
         pending.erase(pending.begin(), pending.begin() + done);
@@ -109,6 +119,7 @@ struct Products {
             bool in_flight = false;
             for (const Product& product : pending) in_flight |= product.result == result;
             if (!in_flight) std::copy(values.begin(), values.end(), result);
+            IN_RACES(if (!in_flight) current_block->races->release(result);)
             entry = in_flight ? std::next(entry) : results.erase(entry);
         }
     }
@@ -121,10 +132,32 @@ inline Products& products_of_thread() {
     return products;
 }
 
+#ifdef RACES
+// A warp's 16 rows of A, and all of B, are read from now on.
+inline Flight start_reads(const Product& product, int warp, Site site) {
+    Races& races = *current_block->races;
+    const Visit visit = races.in_flight_of_warp(Kind::Read, Agent::Product, site);
+    const uint32_t first = races.log_end();
+    const auto read = [&](const Operand& operand, int mn, int end) {
+        for (; mn < end; mn += 8) {
+            for (int k = 0; k < 2; ++k) {
+                races.access(
+                    visit, operand.start + k * operand.k_stride + mn / 8 * operand.mn_stride, 128);
+            }
+        }
+    };
+    const int row = warp % 4 * 16;
+    if (!product.from_registers) read({product.a, product.major_a}, row, row + 16);
+    read({product.b, product.major_b}, 0, 2 * product.count);
+    return {first, races.log_end()};
+}
+#endif
+
 // The lanes of a warp meet, for all must name the same operands; A's fragments are spread over
 // quads.
 inline void start_product(Product& product, const uint32_t* fragment,
                           float (*value_of)(const void*), Site site) {
+    IN_RACES(const Quiet quiet;)
     struct Lane {
         Product* product;
         const uint32_t* fragment;
@@ -147,8 +180,11 @@ inline void start_product(Product& product, const uint32_t* fragment,
                 }
             }
         });
+        IN_RACES(Product& of_warp = *lanes.data<Lane>(0).product;
+                 of_warp.flight = start_reads(of_warp, lanes.warp, lanes.site);)
     });
-    products_of_thread().start(product);
+    IN_RACES(product.fragment = fragment;)
+    products_of_thread().start(product, site);
 }
 
 // ---- mbarriers
@@ -167,6 +203,7 @@ struct BarrierState {
     }
 
     void arrive(const char* name, Site site) {
+        IN_RACES(current_block->races->arrive(this, site);)
         if (pending == 0) {
             current_block->fail(*current_thread, site,
                                 "%s: more arrivals than the %d of barrier_init", name,
@@ -186,6 +223,7 @@ struct BarrierState {
         if (pending > 0 || bytes != 0) return;
         phase ^= 1;
         pending = arrivals;
+        IN_RACES(current_block->races->end_phase(this);)
     }
 };
 
@@ -214,9 +252,13 @@ inline uint64_t wgmma_operand(const void* start, uint32_t k_stride, uint32_t mn_
 inline uint64_t wgmma_advance(uint64_t operand, int bytes) { return operand + (bytes >> 4); }
 
 inline void wgmma_fence() {}
-inline void wgmma_commit() { cpu::products_of_thread().commit(); }
+inline void wgmma_commit() {
+    IN_RACES(const cpu::Quiet quiet;)
+    cpu::products_of_thread().commit();
+}
 template <int kPending>
 void wgmma_wait() {
+    IN_RACES(const cpu::Quiet quiet;)
     cpu::products_of_thread().finish_all_but(kPending);
 }
 template <int kPending, int kLength>
@@ -227,36 +269,46 @@ void wgmma_wait(float (&)[kLength]) {
 template <typename T, Major kMajorA, Major kMajorB, int kCount>
 void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate,
            cpu::Site site = cpu::Site::here()) {
-    cpu::Product product{d, kCount,  accumulate, false, a,
-                         b, kMajorA, kMajorB,    {},    cpu::run_product<T>};
+    cpu::Product product{
+        d, kCount,  accumulate, false, a,
+        b, kMajorA, kMajorB,    {},    cpu::run_product<T> IN_RACES(, {}, nullptr)};
     cpu::start_product(product, nullptr, cpu::value_of<T>, site);
 }
 template <typename T, Major kMajorB, int kCount>
 void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumulate,
            cpu::Site site = cpu::Site::here()) {
-    cpu::Product product{d, kCount,   accumulate, true, 0,
-                         b, Major::K, kMajorB,    {},   cpu::run_product<T>};
+    cpu::Product product{
+        d, kCount,   accumulate, true, 0,
+        b, Major::K, kMajorB,    {},   cpu::run_product<T> IN_RACES(, {}, nullptr)};
     cpu::start_product(product, a, cpu::value_of<T>, site);
 }
 
-inline void barrier_init(Barrier* barrier, int arrivals) {
+inline void barrier_init(Barrier* barrier, int arrivals, cpu::Site site = cpu::Site::here()) {
+    IN_RACES(const cpu::Quiet quiet; cpu::current_block->races->init(barrier, site);)
     cpu::BarrierState state{};
     state.pending = state.arrivals = arrivals;
     memcpy(barrier, &state, sizeof state);
+    static_cast<void>(site);
 }
-inline void barrier_init_fence() {}
+inline void barrier_init_fence() {
+    IN_RACES(const cpu::Quiet quiet; cpu::current_block->races->fence_inits();)
+}
 inline void barrier_arrive(Barrier* barrier, cpu::Site site = cpu::Site::here()) {
+    IN_RACES(const cpu::Quiet quiet;)
     cpu::BarrierState::of(barrier, "barrier_arrive", site).arrive("barrier_arrive", site);
 }
 inline void barrier_arrive_expect(Barrier* barrier, uint32_t bytes,
                                   cpu::Site site = cpu::Site::here()) {
+    IN_RACES(const cpu::Quiet quiet;)
     cpu::BarrierState& state = cpu::BarrierState::of(barrier, "barrier_arrive_expect", site);
     state.bytes += bytes;
     state.arrive("barrier_arrive_expect", site);
 }
 inline void barrier_wait(Barrier* barrier, int parity, cpu::Site site = cpu::Site::here()) {
+    IN_RACES(const cpu::Quiet quiet;)
     const cpu::BarrierState& state = cpu::BarrierState::of(barrier, "barrier_wait", site);
     cpu::wait_until([&] { return int(state.phase) != parity; }, "barrier_wait", site);
+    IN_RACES(cpu::current_block->races->wait(barrier, site);)
 }
 
 // ---- bulk copies and clusters
@@ -274,10 +326,12 @@ inline Block& peer(int rank, const char* name, Site site) {
 
 // All threads of all blocks of the cluster meet.
 inline void cluster_barrier(const char* name, Site site) {
+    IN_RACES(const Quiet quiet;)
     Block& first = *current_block->cluster[0];
     const int phase = first.cluster_phase;
     if (++first.cluster_arrived == first.size * first.grid.cluster) {
         first.cluster_arrived = 0;
+        IN_RACES(first.races->meet_cluster();)
         ++first.cluster_phase;
     }
     wait_until([&] { return first.cluster_phase != phase; }, name, site);
@@ -285,6 +339,7 @@ inline void cluster_barrier(const char* name, Site site) {
 
 inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
                       uint32_t blocks, const char* name, Site site) {
+    IN_RACES(const Quiet quiet;)
     Block& block = *current_block;
     if (!block.shared.contains(shared) || reinterpret_cast<uintptr_t>(shared) % 16 != 0 ||
         reinterpret_cast<uintptr_t>(global) % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
@@ -294,8 +349,13 @@ inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t
     }
     for (uint32_t left = blocks; left; left &= left - 1) {
         SharedMemory& memory = peer(lowest_bit(left), name, site).shared;
-        memcpy(memory.at(shared_address(shared)), global, bytes);
-        BarrierState::of(memory.at(shared_address(barrier)), name, site).add_bytes(-int32_t(bytes));
+        char *to = memory.at(shared_address(shared)), *counter = memory.at(shared_address(barrier));
+        memcpy(to, global, bytes);
+        IN_RACES(Races& races = *block.races; const uint32_t first = races.log_end();
+                 races.access(races.in_flight(Kind::Write, Agent::BulkCopy, site), to, bytes);
+                 races.expect(counter, {first, first + 1}, site);
+                 races.access(races.by(*current_thread, Kind::Read, site), global, bytes);)
+        BarrierState::of(counter, name, site).add_bytes(-int32_t(bytes));
     }
 }
 
@@ -310,7 +370,9 @@ inline void copy_bulk_multicast(void* shared, const void* global, uint32_t bytes
                                 uint16_t blocks, cpu::Site site = cpu::Site::here()) {
     cpu::bulk_copy(shared, global, bytes, barrier, blocks, "copy_bulk_multicast", site);
 }
-inline void fence_async_proxy() {}
+inline void fence_async_proxy() {
+    IN_RACES(const cpu::Quiet quiet; cpu::current_block->races->fence_async_proxy();)
+}
 inline void next_kernel_may_start() {}
 inline void wait_for_previous_kernel() {}
 
@@ -325,6 +387,7 @@ T* cluster_pointer(T* shared, uint32_t rank, cpu::Site site = cpu::Site::here())
 }
 inline void barrier_arrive_remote(Barrier* barrier, uint32_t rank,
                                   cpu::Site site = cpu::Site::here()) {
+    IN_RACES(const cpu::Quiet quiet;)
     cpu::Block& peer = cpu::peer(rank, "barrier_arrive_remote", site);
     cpu::BarrierState::of(peer.shared.at(shared_address(barrier)), "barrier_arrive_remote", site)
         .arrive("barrier_arrive_remote", site);

@@ -34,9 +34,9 @@ inline int core_count() {
 
 inline uint64_t volume(dim3 extent) { return uint64_t(extent.x) * extent.y * extent.z; }
 
-// `text` begins with the kernel's name.
-inline void check_configuration(Grid& grid, const char* text) {
+inline void check_configuration(Grid& grid) {
     const dim3 blocks = grid.blocks, threads = grid.threads, cluster = grid.cluster_extent;
+    const char* text = grid.text;
     const int length = strcspn(text, "<,");
     if (volume(blocks) == 0 || blocks.x > 0x7FFFFFFF || blocks.y > 65535 || blocks.z > 65535) {
         grid.failure.keep(
@@ -63,8 +63,8 @@ inline void check_configuration(Grid& grid, const char* text) {
     }
 }
 
-inline cudaError_t run_grid(Grid& grid, const char* text) {
-    check_configuration(grid, text);
+inline cudaError_t run_grid(Grid& grid) {
+    check_configuration(grid);
     if (!grid.failure.happened()) {
         grid.cluster = static_cast<int>(volume(grid.cluster_extent));
         const uint64_t clusters = volume(grid.blocks) / grid.cluster;
@@ -72,7 +72,8 @@ inline cudaError_t run_grid(Grid& grid, const char* text) {
         constexpr int kMaxWorkers = 64;
         pthread_t workers[kMaxWorkers];
         int started = 0;
-        const int useful = core_count() - 1;  // besides this OS thread
+        int useful = core_count() - 1;  // besides this OS thread
+        IN_RACES(useful = 0;)           // the same race comes first each time
         while (started < useful && started < kMaxWorkers && uint64_t(started) + 1 < clusters &&
                pthread_create(&workers[started], nullptr, Queue::work, &queue) == 0) {
             ++started;
@@ -90,28 +91,31 @@ struct Launch {
     void (*kernel)(Parameters...);
     dim3 blocks, threads, cluster;
     size_t shared_bytes;
+    Site site;
 
     Launch early(bool = true) const { return *this; }  // the kernel before has always ended
 
     cudaError_t operator()(Parameters... arguments) const {
         auto bound = [&] { kernel(arguments...); };
-        Grid grid{blocks, threads, cluster, 0, shared_bytes, nullptr, &bound, schedule, {}};
+        Grid grid{blocks, threads, cluster,  0, shared_bytes, nullptr, &bound,
+                  text,   site,    schedule, {}};
         grid.call = [](void* kernel) { (*static_cast<decltype(bound)*>(kernel))(); };
-        return run_grid(grid, text);
+        return run_grid(grid);
     }
 };
 
 template <typename... Parameters>
 Launch<Parameters...> launch_of(const char* text, void (*kernel)(Parameters...), dim3 grid,
-                                dim3 block, size_t shared_bytes, cudaStream_t) {
-    return {text, kernel, grid, block, dim3(1), shared_bytes};
+                                dim3 block, size_t shared_bytes, cudaStream_t,
+                                Site site = Site::here()) {
+    return {text, kernel, grid, block, dim3(1), shared_bytes, site};
 }
 
 template <typename... Parameters>
 Launch<Parameters...> cluster_launch_of(const char* text, void (*kernel)(Parameters...), dim3 grid,
-                                        dim3 block, dim3 cluster, size_t shared_bytes,
-                                        cudaStream_t) {
-    return {text, kernel, grid, block, cluster, shared_bytes};
+                                        dim3 block, dim3 cluster, size_t shared_bytes, cudaStream_t,
+                                        Site site = Site::here()) {
+    return {text, kernel, grid, block, cluster, shared_bytes, site};
 }
 
 }  // namespace cpu

@@ -6,6 +6,9 @@
 #include <sys/mman.h>
 
 #include "block.h"
+#ifdef RACES
+#include "races.h"
+#endif
 
 namespace [[gnu::visibility("hidden")]] cpu {
 
@@ -51,7 +54,9 @@ inline void Block::begin(uint3 own_index, uint64_t own_run) {
     for (int i = 0; i < size; ++i) {
         Thread& thread = threads[i];
         thread.index = make_uint3(i % extent.x, i / extent.x % extent.y, i / extent.x / extent.y);
-        thread.copy_count = thread.copy_group = 0;
+        thread.copy_count = thread.copy_group = thread.quiet = 0;
+        thread.repeated = false;
+        thread.held = 0;
         warps[thread.warp()].existing |= thread.bit();
         make_ready(thread.warp(), thread.bit());
         // Stacks end at different cache lines of a page, or all tops would fall on the same cache
@@ -72,6 +77,7 @@ inline void Block::run_thread() {
 }
 
 inline void Block::exit_thread(Thread& thread) {
+    IN_RACES(const Quiet quiet;)
     ++exited;
     Warp& warp = warps[thread.warp()];
     warp.exited |= thread.bit();
@@ -125,6 +131,7 @@ inline void Block::resume(Thread& thread) {
     blockIdx = index;
     threadIdx = thread.index;
     thread.fiber.resume();
+    IN_RACES(current_thread = nullptr;)  // what the scheduler does is of no thread
     if (end_of_stack(thread) != kStackEnd) {
         grid.failure.keep(
             cudaErrorLaunchFailure,
@@ -179,16 +186,19 @@ class Cluster {
         }
         blockDim = grid_.threads;
         gridDim = grid_.blocks;
+        IN_RACES(races_.begin();)
     }
     void end() {
         for (int i = 0; i < grid_.cluster; ++i)
             blocks_[i]->check_guards("its end", {"the kernel", 0});
+        IN_RACES(races_.end();)
     }
     void report_stuck();
 
     Grid& grid_;
     Block* blocks_[kMaxCluster];
     Sequence sequence_{1, {}};
+    IN_RACES(Races races_{grid_, blocks_};)
 };
 
 // Nobody can run: names a thread that waits, how many do so with it, and what others do.

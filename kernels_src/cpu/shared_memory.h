@@ -4,10 +4,12 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "fiber.h"
+#include "site.h"
 
 namespace [[gnu::visibility("hidden")]] cpu {
 
@@ -17,11 +19,13 @@ constexpr size_t kStaticSharedLimit = 48 * 1024;  // of what SHARED declares
 // What one SHARED declares; its address tells it from all others.
 struct SharedDeclaration {
     const char* name;
-    size_t bytes;
+    size_t bytes, element_bytes;
 };
 
 class SharedMemory {
   public:
+    static constexpr size_t kArenaBytes = 256 * 1024;  // what the 18-bit addresses of wgmma reach
+
     SharedMemory() : base_(static_cast<char*>(aligned_alloc(kDynamicOffset, kArenaBytes))) {
         for (size_t i = 0; i < sizeof pattern_; ++i) pattern_[i] = "\xC5\x7F"[i % 2];
     }
@@ -60,13 +64,27 @@ class SharedMemory {
     size_t static_bytes() const { return static_bytes_; }
     size_t dynamic_bytes() const { return dynamic_bytes_; }
 
-    bool contains(const void* pointer) const {
+    UNSEEN bool contains(const void* pointer) const {
         return pointer >= base_ && pointer < base_ + kArenaBytes;
     }
-    uint32_t offset_of(const void* pointer) const {
+    UNSEEN uint32_t offset_of(const void* pointer) const {
         return static_cast<uint32_t>(static_cast<const char*>(pointer) - base_);
     }
-    char* at(uint32_t offset) const { return base_ + offset; }
+    UNSEEN char* at(uint32_t offset) const { return base_ + offset; }
+
+    // In words.
+    void describe(const void* pointer, char* text, size_t text_bytes) const {
+        const size_t offset = offset_of(pointer);
+        for (int i = 0; i < count_; ++i) {
+            const Array& array = arrays_[i];
+            if (offset < array.offset || offset >= end_of(array)) continue;
+            const SharedDeclaration& declared = *array.declaration;
+            snprintf(text, text_bytes, "%s %zu of '%s'", i == 0 ? "byte" : "element",
+                     (offset - array.offset) / declared.element_bytes, declared.name);
+            return;
+        }
+        snprintf(text, text_bytes, "shared memory outside of all arrays");
+    }
 
     // A write out of bounds: the array that lies nearest, and the byte, counted from the array's
     // start.
@@ -94,11 +112,10 @@ class SharedMemory {
         const SharedDeclaration* declaration;
         size_t offset, bytes;
     };
-    static constexpr SharedDeclaration kDynamic = {"dynamic shared memory", 0};
+    static constexpr SharedDeclaration kDynamic = {"dynamic shared memory", 0, 1};
     static constexpr size_t kDynamicOffset = 1024;
     static constexpr size_t kGuardBytes = 256;
     static constexpr int kMaxArrays = 64;
-    static constexpr size_t kArenaBytes = 256 * 1024;  // what the 18-bit addresses of wgmma reach
     static_assert(kDynamicOffset + kSharedLimit + kMaxArrays * (kGuardBytes + 16) <= kArenaBytes);
 
     static size_t end_of(const Array& array) { return array.offset + array.bytes; }

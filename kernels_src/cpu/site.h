@@ -4,6 +4,16 @@
 
 #include <string.h>
 
+// What only a build that looks for data races does, see races.h. The detector's own accesses to
+// memory are not, and those of the slowest models need not be, instrumented: UNSEEN.
+#ifdef RACES
+#define IN_RACES(...) __VA_ARGS__
+#define UNSEEN __attribute__((no_sanitize("thread")))
+#else
+#define IN_RACES(...)
+#define UNSEEN
+#endif
+
 namespace [[gnu::visibility("hidden")]] cpu {
 
 inline bool same_text(const char* a, const char* b) { return a == b || strcmp(a, b) == 0; }

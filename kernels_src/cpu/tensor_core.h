@@ -18,11 +18,11 @@ void meet_warp(const char* name, Site site, Data& data, Operation operation) {
     meet(0xFFFFFFFF, name, site, data, operation);
 }
 
-inline float tf32_value(uint32_t bits) {
+UNSEEN inline float tf32_value(uint32_t bits) {
     return bits_as<float>(bits & 0xFFFFE000);
 }  // the GPU reads no more
-inline float bf16_value(uint16_t bits) { return bits_as<float>(uint32_t(bits) << 16); }
-inline float fp16_value(uint16_t bits) {
+UNSEEN inline float bf16_value(uint16_t bits) { return bits_as<float>(uint32_t(bits) << 16); }
+UNSEEN inline float fp16_value(uint16_t bits) {
     __half_raw raw;
     raw.x = bits;
     return __half2float(__half(raw));
@@ -39,7 +39,7 @@ template <int kDepth, typename Gather>
 void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* name, Site site,
          Gather gather) {
     MmaOperands operands{d, a, b};
-    meet_warp(name, site, operands, [gather](const Lanes& lanes) {
+    meet_warp(name, site, operands, [gather](const Lanes& lanes) UNSEEN {
         float left[16][kDepth], right[kDepth][8];
         for (int lane = 0; lane < kLanes; ++lane) {
             const MmaOperands& of = lanes.data<MmaOperands>(lane);
@@ -56,8 +56,8 @@ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const ch
 }
 
 template <float (*kValue)(uint16_t)>
-void gather_16bit(float (&left)[16][16], float (&right)[16][8], const uint32_t* a,
-                  const uint32_t* b, int g, int t) {
+UNSEEN void gather_16bit(float (&left)[16][16], float (&right)[16][8], const uint32_t* a,
+                         const uint32_t* b, int g, int t) {
     for (int i = 0; i < 4; ++i) {
         const int row = g + i % 2 * 8, column = 2 * t + i / 2 * 8;
         left[row][column] = kValue(a[i] & 0xFFFF);
@@ -70,8 +70,8 @@ void gather_16bit(float (&left)[16][16], float (&right)[16][8], const uint32_t* 
     }
 }
 
-inline void gather_tf32(float (&left)[16][8], float (&right)[8][8], const uint32_t* a,
-                        const uint32_t* b, int g, int t) {
+UNSEEN inline void gather_tf32(float (&left)[16][8], float (&right)[8][8], const uint32_t* a,
+                               const uint32_t* b, int g, int t) {
     for (int i = 0; i < 4; ++i) left[g + i % 2 * 8][t + i / 2 * 4] = tf32_value(a[i]);
     for (int i = 0; i < 2; ++i) right[t + i * 4][g] = tf32_value(b[i]);
 }
@@ -92,11 +92,15 @@ void ldmatrix(uint32_t (&registers)[kMatrices], const void* row, bool transposed
                             "%s: %p is not an address in shared memory that 16 divides", name, row);
     }
     MatrixLoad load{row, registers};
-    meet_warp(name, site, load, [transposed](const Lanes& lanes) {
+    meet_warp(name, site, load, [transposed](const Lanes& lanes) UNSEEN {
         for (int matrix = 0; matrix < kMatrices; ++matrix) {
             uint16_t values[8][8];
             for (int i = 0; i < 8; ++i) {
-                memcpy(values[i], lanes.data<MatrixLoad>(matrix * 8 + i).row, sizeof values[i]);
+                const int lane = matrix * 8 + i;
+                memcpy(values[i], lanes.data<MatrixLoad>(lane).row, sizeof values[i]);
+                IN_RACES(Races& races = *lanes.block.races;
+                         races.access(races.by(lanes.thread(lane), Kind::Read, lanes.site),
+                                      lanes.data<MatrixLoad>(lane).row, sizeof values[i]);)
             }
             for (int lane = 0; lane < kLanes; ++lane) {
                 const int g = lane / 4, t = lane % 4;

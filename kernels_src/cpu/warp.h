@@ -2,7 +2,7 @@
 // for all.
 #pragma once
 
-#include "block.h"
+#include "scheduler.h"
 
 namespace [[gnu::visibility("hidden")]] cpu {
 
@@ -15,9 +15,9 @@ struct Lanes {
     Site site;
 
     bool has(int lane) const { return lane >= 0 && lane < kLanes && (members >> lane & 1); }
-    Thread& thread(int lane) const { return block.lane(warp, lane); }
+    UNSEEN Thread& thread(int lane) const { return block.lane(warp, lane); }
     template <typename Data>
-    Data& data(int lane) const {
+    UNSEEN Data& data(int lane) const {
         return *static_cast<Data*>(thread(lane).data);
     }
     template <typename Action>
@@ -61,6 +61,7 @@ inline bool come_to_meeting(const Lanes& lanes, uint32_t mask, void* data) {
 // The lanes of `mask` meet, each with its data; operation(lanes) runs once, and then all go on.
 template <typename Data, typename Operation>
 void meet(uint32_t mask, const char* name, Site site, Data& data, Operation operation) {
+    IN_RACES(const Quiet quiet;)
     Block& block = *current_block;
     Warp& warp = block.warps[current_thread->warp()];
     const Lanes lanes{block, current_thread->warp(), mask & warp.existing, name, site};
@@ -156,5 +157,9 @@ inline int __all_sync(uint32_t mask, int predicate, cpu::Site site = cpu::Site::
     return cpu::ballot(mask, !predicate, "__all_sync", site) == 0;
 }
 inline void __syncwarp(uint32_t mask = 0xFFFFFFFF, cpu::Site site = cpu::Site::here()) {
-    cpu::ballot(mask, true, "__syncwarp", site);
+    bool none = false;
+    cpu::meet(mask, "__syncwarp", site, none, [](const cpu::Lanes& lanes) {
+        IN_RACES(lanes.block.races->meet(lanes.block, lanes.warp, 1, &lanes.members);)
+        static_cast<void>(lanes);
+    });
 }

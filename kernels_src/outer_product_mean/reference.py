@@ -92,4 +92,5 @@ ODD_SHAPES = (
     Shape(2, 3, 7, 16, 31, 100),
     Shape(1, 33, 5, 20, 32, 128),
     Shape(1, 130, 9, 64, 32, 64),
+    Shape(1, 3, 5, 16, 8, 200),  # two passes over out_proj's weights, the second not full
 )
