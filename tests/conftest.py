@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 
 import pytest
 
@@ -15,8 +16,10 @@ SEED = int(os.environ.get("FOLDFUSE_TEST_SEED", random.SystemRandom().randrange(
 
 
 def pytest_configure(config):
-    """Give every worker of one run the same seed."""
+    """Give every worker of one run the same seed, and interrupts their meaning."""
     os.environ.setdefault("FOLDFUSE_TEST_SEED", str(SEED))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background, and inherited
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config):
