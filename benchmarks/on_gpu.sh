@@ -27,6 +27,7 @@ steps() {
             printf 'bench/%s/%s\t-m workbench bench %s --shape %s\n' "$operator" "$shape" "$operator" "$shape"
         done
     done
+    printf 'variants\t-m benchmarks.variants\n'
     printf 'loader\tbenchmarks/loader.py\n'
     printf 'notebooks\t-m workbench.execute\n'
     printf 'report\t-m workbench report\n'

@@ -230,13 +230,13 @@ def test_the_gpu_script_has_every_operator_part_and_shape():
         f"bench/{name}/{shape}" for name, operator in OPERATORS.items() for shape in operator.shapes
         if shape != "odd"
     ]  # fmt: skip
-    assert names == [*expected, "loader", "notebooks", "report"]
+    assert names == [*expected, "variants", "loader", "notebooks", "report"]
     for line in listed:  # each is a command that there is
         words = line.split()[2:]
         if words[:2] == ["-m", "workbench"]:
             command_line._parser().parse_args(words[2:])
     some = on_gpu("--list", "bench/outer", "report").stdout.splitlines()
-    assert [line.split()[0] for line in some] == [*names[-7:-3], "report"]
+    assert [line.split()[0] for line in some] == [*names[-8:-4], "report"]
 
 
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
