@@ -85,7 +85,8 @@ def _arguments_of_make_lab() -> list[str]:
     planned = subprocess.run(
         ["make", "--dry-run", "lab"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    return shlex.split(planned.stdout.splitlines()[-1].partition("jupyter lab ")[2])
+    [line] = [line for line in planned.stdout.splitlines() if "jupyter lab " in line]
+    return shlex.split(line.partition("jupyter lab ")[2])
 
 
 def _address(server: subprocess.Popen, runtime: Path) -> str:
