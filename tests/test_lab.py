@@ -178,15 +178,11 @@ def test_the_tweak_loop(lab: str, page: Page):
 
 def test_a_stage_is_edited_in_its_file(lab: str, page: Page):
     """Open a .cu from the file browser, edit and save it, run the cell again: built anew and checked."""
-    book = _open(lab, page, "scratch.ipynb")
-    cell = book.locator(".jp-CodeCell").first
     source = (
         "from workbench.notebook import MSA_COLUMN_ATTENTION as op, check, show_source\n"
         f'display(show_source(op, "{STAGE.number}"))\ncheck(op, "{STAGE.number}")'
     )
-    _type(page, cell, source)
-    _run(page)
-    _wait_for(cell)
+    cell = _run_in_scratch(lab, page, source)
     output = cell.locator(".jp-OutputArea")
     expect(output).to_contain_text("passed")
     for folder in ("/", "kernels_src", OPERATOR.name):
@@ -212,15 +208,11 @@ def test_a_stage_is_edited_in_its_file(lab: str, page: Page):
 
 
 def test_a_plot_is_exported(lab: str, page: Page, tmp_path: Path):
-    book = _open(lab, page, "scratch.ipynb")
-    cell = book.locator(".jp-CodeCell").first
     source = (
         "from workbench.notebook import MSA_COLUMN_ATTENTION, plot_stages\n"
         f"plot = plot_stages(MSA_COLUMN_ATTENTION)\nprint(len(plot.export({str(tmp_path / 'plot')!r})))\nplot"
     )
-    _type(page, cell, source)
-    _run(page)
-    _wait_for(cell)
+    cell = _run_in_scratch(lab, page, source)
     expect(cell.locator(".jp-OutputArea")).to_contain_text("3")
     picture = cell.locator(".jp-OutputArea img")
     expect(picture).to_be_visible()
@@ -237,6 +229,15 @@ def _open(lab: str, page: Page, name: str) -> Locator:
     expect(book.locator(".jp-Cell").first).to_be_visible(timeout=60_000)
     expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
     return book
+
+
+def _run_in_scratch(lab: str, page: Page, source: str) -> Locator:
+    """The first cell of the empty notebook, once it has run this text."""
+    cell = _open(lab, page, "scratch.ipynb").locator(".jp-CodeCell").first
+    _type(page, cell, source)
+    _run(page)
+    _wait_for(cell)
+    return cell
 
 
 def _enter(page: Page, folder: str) -> None:

@@ -93,13 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         };
         uint32_t big[kSteps][4], small[kSteps][4];
         float present[2];
-        {
-            float x[2][kSteps][4];
-            load_tile(msa, mask, row_of, x, present);
-            normalize(x);
-#pragma unroll
-            for (int step = 0; step < kSteps; ++step) split_tile(x, step, big[step], small[step]);
-        }
+        load_operands(msa, mask, row_of, big, small, present);
 #pragma unroll 1
         for (int matrix = 0; matrix < 2; ++matrix) {
             float sums[kColumnTiles][4];

@@ -165,3 +165,15 @@ __device__ void split_tile(const float (&x)[2][kSteps][4], int step, uint32_t (&
         split(pair[0], pair[1], big[e], small[e]);
     }
 }
+
+// A warp's tile of 16 rows, normalised, as operands in two parts; row_of as in load_tile
+template <typename RowOf>
+__device__ void load_operands(const float* msa, const float* mask, RowOf row_of,
+                              uint32_t (&big)[kSteps][4], uint32_t (&small)[kSteps][4],
+                              float (&present)[2]) {
+    float x[2][kSteps][4];
+    load_tile(msa, mask, row_of, x, present);
+    normalize(x);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) split_tile(x, step, big[step], small[step]);
+}

@@ -102,13 +102,7 @@ __global__ void __launch_bounds__(kProjectWarps* kWarpSize, kProjectBlocks)
         };
         uint32_t big[kSteps][4], small[kSteps][4];
         float present[2];
-        {
-            float x[2][kSteps][4];
-            load_tile(msa, mask, row_of, x, present);
-            normalize(x);
-#pragma unroll
-            for (int at = 0; at < kSteps; ++at) split_tile(x, at, big[at], small[at]);
-        }
+        load_operands(msa, mask, row_of, big, small, present);
         for (int matrix = 0; matrix < 2; ++matrix) {
             float sums[kColumnTiles][4];
             project(projections, matrix, big, small, sums);
