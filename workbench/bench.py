@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from workbench.check import judge
 from workbench.problem import Problem, exact_float32, pose
 from workbench.results import Row, is_baseline
 from workbench.roofline import Ceilings, bound, element_bytes, work
-from workbench.timing import Candidate, Timing, compare
+from workbench.timing import Candidate, Timing, batch_us, compare
 from workbench.versions import FUSED, fused_module
 
 DTYPES: tuple[Precision, ...] = ("fp32", "bf16")
@@ -137,9 +136,9 @@ def _working(
     """Those that run, and not too slowly; `report` is told about the others."""
     for name, call in calls.items():
         try:
-            seconds = _seconds(call, inputs[0])
+            seconds = batch_us(call, inputs, 1) / 1e6
             if seconds > SLOW_SECONDS:  # once more, since a first call loads what it needs
-                seconds = _seconds(call, inputs[0])
+                seconds = batch_us(call, inputs, 1) / 1e6
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
             report(f"FAILED {name}: {error}")
             torch.cuda.empty_cache()
@@ -148,14 +147,6 @@ def _working(
             report(f"{name}: left out, since a call takes {seconds:.2g} s")
             continue
         yield Candidate(name, call)
-
-
-def _seconds(call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call(*inputs)
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def _error(name: str, outputs: list[Tensor], problems: list[Problem], report: Report) -> float | None:

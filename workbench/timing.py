@@ -230,12 +230,13 @@ def call_us(call: Callable[..., Tensor], inputs: Sequence[Inputs], batches: int 
 
     The median of several batches.
     """
-    one = _batch_us(call, inputs, 1)
+    one = batch_us(call, inputs, 1)
     calls = max(1, min(200, int(CALLING_US / one)))
-    return percentiles([_batch_us(call, inputs, calls) for _ in range(batches if calls > 1 else 2)])[1]
+    return percentiles([batch_us(call, inputs, calls) for _ in range(batches if calls > 1 else 2)])[1]
 
 
-def _batch_us(call: Callable[..., Tensor], inputs: Sequence[Inputs], calls: int) -> float:
+def batch_us(call: Callable[..., Tensor], inputs: Sequence[Inputs], calls: int) -> float:
+    """Wall time of one of so many calls made back to back, in µs, the wait at their end included."""
     on_cuda = inputs[0][0].is_cuda
     if on_cuda:
         torch.cuda.synchronize()
