@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from filelock import FileLock
 
 from kernels_src.operator import Operator
 from workbench.baselines import BASELINES
@@ -81,17 +82,19 @@ def _read(folder: Path, operator: str) -> pd.DataFrame:
 def store(folder: Path, operator: Operator, rows: Iterable[Row], run: Row) -> None:
     """Put rows in place of those with the same stage, shape and dtype, and record the run they came from.
 
-    Both files are replaced whole, so that an interruption leaves the old or the new one.
+    Both files are replaced whole, so that an interruption leaves the old or the new one, and under the
+    folder's lock, so that processes that measure on several GPUs lose none of each other's rows.
     """
     new = pd.DataFrame([dict(row) for row in rows], columns=list(COLUMNS))
-    old = _read(folder, operator.name)
-    kept = old[~_keys(old).isin(_keys(new))]
-    both = pd.concat([frame for frame in (kept, new) if len(frame)])
-    folder.mkdir(parents=True, exist_ok=True)
-    text = _in_order(both, operator).to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
-    replace_file(folder / f"{operator.name}.csv", text)
-    keys = new[KEY].itertuples(index=False, name=None)
-    _record_run(folder, {"/".join(key): version_now(*key) for key in keys}, run)
+    keys = ["/".join(key) for key in new[KEY].itertuples(index=False, name=None)]
+    versions = {key: version_now(*key.split("/")) for key in keys}
+    with lock_of(folder):
+        old = _read(folder, operator.name)
+        kept = old[~_keys(old).isin(_keys(new))]
+        both = pd.concat([frame for frame in (kept, new) if len(frame)])
+        text = _in_order(both, operator).to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
+        replace_file(folder / f"{operator.name}.csv", text)
+        _record_run(folder, versions, run)
 
 
 def load_runs(folder: Path) -> list[dict[str, Any]]:
@@ -169,6 +172,12 @@ def stage_rank(stage: str) -> tuple[int, str]:
     return BASELINES.index(longest), stage
 
 
+def lock_of(folder: Path) -> FileLock:
+    """What a process holds while it reads and replaces files of a results folder; makes the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return FileLock(folder / ".lock")
+
+
 def replace_file(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -188,9 +197,11 @@ def load_resources(folder: Path) -> pd.DataFrame:
 def store_resources(folder: Path, new: pd.DataFrame) -> None:
     """Put the resources of kernels in place of those with the same operator, stage and shape."""
     key = ["operator", "stage", "shape"]
-    old = load_resources(folder)
-    names = [frame[key].astype(str).agg("/".join, axis=1) if len(frame) else frame for frame in (old, new)]
-    kept = old[~names[0].isin(names[1])] if len(old) and len(new) else old
-    both = pd.concat([frame for frame in (kept, new) if len(frame)]).sort_values(key, kind="stable")
-    folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "resources.csv", both.to_csv(index=False, lineterminator="\n"))
+    with lock_of(folder):
+        old = load_resources(folder)
+        names = [
+            frame[key].astype(str).agg("/".join, axis=1) if len(frame) else frame for frame in (old, new)
+        ]
+        kept = old[~names[0].isin(names[1])] if len(old) and len(new) else old
+        both = pd.concat([frame for frame in (kept, new) if len(frame)]).sort_values(key, kind="stable")
+        replace_file(folder / "resources.csv", both.to_csv(index=False, lineterminator="\n"))

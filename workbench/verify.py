@@ -26,7 +26,7 @@ from kernels_src.outer_product_mean import Shape as PairShape
 from workbench.check import check_problem
 from workbench.guard import GuardedMemory
 from workbench.problem import CASES, Problem, pose
-from workbench.results import replace_file
+from workbench.results import lock_of, replace_file
 from workbench.sanitizer import TOOLS, Outcome, run_under
 from workbench.selection import named_shapes
 from workbench.timing import capture
@@ -87,12 +87,12 @@ def summary(tests: Sequence[Tried]) -> pd.DataFrame:
 
 def record(path: Path, name: str, tests: Sequence[Tried], run: dict[str, Any]) -> None:
     """Put a part's summary, and every test that did not pass, into verify.json in place of its older ones."""
-    parts = json.loads(path.read_text()) if path.exists() else {}
     others = [test._asdict() for test in tests if test.outcome != "passed"]
     table = summary(tests).reset_index().to_dict(orient="records")
-    parts[name] = {"run": run, "summary": table, "not passed": others}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, json.dumps(parts, indent=1) + "\n")
+    with lock_of(path.parent):
+        parts = json.loads(path.read_text()) if path.exists() else {}
+        parts[name] = {"run": run, "summary": table, "not passed": others}
+        replace_file(path, json.dumps(parts, indent=1) + "\n")
 
 
 def _prebuild(stages: Sequence[Stage], shapes: Any, progress: bool) -> None:
