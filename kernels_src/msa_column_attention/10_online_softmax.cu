@@ -7,17 +7,12 @@
 // product's. Bytes: 48·B·S·N·D. Operations: as 03, three times, on tensor cores; B·N·H·S²
 // exponentials. Peak: 20·B·S·N·D bytes (960 MiB at af2): q lives in the output until out_proj.
 // Predicts at af2, with mma.sync at 450 TFLOP/s: 0.7 ms projections, 0.9 attention, 0.2 out_proj.
-// Outcome: seed 29.5 µs, slower than 08: six launches, and only 4 blocks to project 512 rows. No
-// run of af2 is recorded.
+// Outcome: af2 2.43 ms; 2.51 before scores started at their key's bias (predicted 50 µs less, 51
+// came) and copies of weights started late (pair_projections.cuh; predicted 90, 33 came). Seed 29.5
+// µs, slower than 08: six launches, and only 4 blocks to project 512 rows.
 // Shapes: any B, S, N; D ≤ 512; D/H = 8, 16, 24 … 128.
 #include "msa_column_attention/pair_heads.cuh"
 #include "msa_column_attention/pair_projections.cuh"
-
-// 1: a score's sum starts at its key's bias, and is scaled as the highest is subtracted, so that a
-// score costs an instruction less. Predicts 5 % less of the core: 513 instructions a tile, not 539.
-#ifndef BIAS_FIRST
-#define BIAS_FIRST 0
-#endif
 
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -35,22 +30,20 @@ using Scores = float[kQueryTiles][kKeys / 8][4];
 using Pairs = uint32_t[kQueryTiles][kKeys / 16][4];
 using Rows = float[kQueryTiles][2];
 
-// The biases of this lane's two keys of a column tile, which has eight.
-__device__ float2 load_bias(const float* key_bias, int column_tile) {
-    return *reinterpret_cast<const float2*>(key_bias + 8 * column_tile + threadIdx.x % 4 * 2);
-}
-
-// scores = q·k for kKeys keys. The small products come first: the tensor core truncates, which
-// costs less while a sum is small.
+// scores = q·k + key_bias for kKeys keys: sums that start at the bias need no instruction to add
+// it. The small products come first: the tensor core truncates, which costs less while a sum is
+// small.
 __device__ void score(const Queries& queries, const __half* keys, const float* key_bias,
                       Scores& scores) {
     const int lane = threadIdx.x % kWarpSize;
     const __half* row = keys + (lane / 16 * 8 + lane % 8) * kHeadStride + lane / 8 % 2 * 8;
 #pragma unroll
-    for (int i = 0; BIAS_FIRST && i < kKeys / 8 * kQueryTiles; ++i) {
-        const float2 bias = load_bias(key_bias, i / kQueryTiles);
-        float (&sums)[4] = scores[i % kQueryTiles][i / kQueryTiles];
-        for (int e = 0; e < 4; ++e) sums[e] = e % 2 == 0 ? bias.x : bias.y;
+    for (int j = 0; j < kKeys / 8; ++j) {
+        const float2 bias =
+            *reinterpret_cast<const float2*>(key_bias + 8 * j + lane % 4 * 2);  // of two keys
+        for (int i = 0; i < 4 * kQueryTiles; ++i) {
+            scores[i / 4][j][i % 4] = i % 2 == 0 ? bias.x : bias.y;
+        }
     }
 #pragma unroll
     for (int j = 0; j < kKeys / 8; j += 2) {
@@ -69,24 +62,16 @@ __device__ void score(const Queries& queries, const __half* keys, const float* k
     }
 }
 
-// big + small = 2^(score · factor + key_bias - the highest so far), laid out for the next product;
-// decay is what the change of the highest does to all that was summed before.
-__device__ void softmax(Queries& queries, Scores& scores, float factor, const float* key_bias,
-                        Pairs& big, Pairs& small, Rows& decay) {
-    const float scale = BIAS_FIRST ? factor : 1;  // that the scores still lack
-    const auto weight = [=](float score, float top) {
-        return exp2_approx(BIAS_FIRST ? fmaf(score, scale, -top) : score - top);
-    };
+// big + small = 2^(factor · (score - the highest so far)), laid out for the next product; decay is
+// what the change of the highest does to all that was summed before.
+__device__ void softmax(Queries& queries, const Scores& scores, float factor, Pairs& big,
+                        Pairs& small, Rows& decay) {
     Rows highest;
     for (int i = 0; i < 2 * kQueryTiles; ++i) highest[i / 2][i % 2] = queries.highest[i / 2][i % 2];
 #pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j) {
-        const float2 bias = load_bias(key_bias, j);
-        for (int i = 0; i < 4 * kQueryTiles; ++i) {
-            float& x = scores[i / 4][j][i % 4];
-            if (!BIAS_FIRST) x = fmaf(x, factor, i % 2 == 0 ? bias.x : bias.y);
-            highest[i / 4][i / 2 % 2] = fmaxf(highest[i / 4][i / 2 % 2], x);
-        }
+    for (int i = 0; i < kKeys / 8 * 4 * kQueryTiles; ++i) {
+        const int j = i / (4 * kQueryTiles), tile = i / 4 % kQueryTiles, half = i / 2 % 2;
+        highest[tile][half] = fmaxf(highest[tile][half], scores[tile][j][i % 4]);
     }
     for (int i = 0; i < 2 * kQueryTiles; ++i) {
         float& top = highest[i / 2][i % 2];
@@ -94,17 +79,19 @@ __device__ void softmax(Queries& queries, Scores& scores, float factor, const fl
             top = fmaxf(top, __shfl_xor_sync(kFullMask, top, lanes));
         }
         const float finite = top == -INFINITY ? 0 : top;  // all masked so far: weights 0, not NaN
-        decay[i / 2][i % 2] = exp2_approx((queries.highest[i / 2][i % 2] - finite) * scale);
+        decay[i / 2][i % 2] = exp2_approx((queries.highest[i / 2][i % 2] - finite) * factor);
         queries.totals[i / 2][i % 2] *= decay[i / 2][i % 2];
         queries.highest[i / 2][i % 2] = top;
-        top = finite * scale - kWeightBits;
+        top = finite * factor - kWeightBits;
     }
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j) {
         for (int i = 0; i < 2 * kQueryTiles; ++i) {
             const int tile = i / 2, half = i % 2;  // row g or g + 8
-            const float first = weight(scores[tile][j][2 * half], highest[tile][half]);
-            const float second = weight(scores[tile][j][2 * half + 1], highest[tile][half]);
+            const float (&score)[4] = scores[tile][j];
+            const float first = exp2_approx(fmaf(score[2 * half], factor, -highest[tile][half]));
+            const float second =
+                exp2_approx(fmaf(score[2 * half + 1], factor, -highest[tile][half]));
             queries.totals[tile][half] += first + second;
             split(first, second, big[tile][j / 2][j % 2 * 2 + half],
                   small[tile][j / 2][j % 2 * 2 + half]);
@@ -156,7 +143,7 @@ __global__ void __launch_bounds__(kCoreThreads, kBlocks)
     const int head = column_head % H, first = blockIdx.x % query_tiles * kQueries;
     const int64_t row = column / N * S * N + column % N;  // of s 0 in msa
     const int64_t stride = int64_t(N) * D * 2;            // halves from s to s + 1 in q
-    q += (row * H + head) * 2 * kHeadDim;
+    __half* own = q + (row * H + head) * 2 * kHeadDim;    // the block's column and head
     k += column_head * S * 2 * kHeadDim;
     v += column_head * S * 2 * kHeadDim;
     key_bias += column * tiles * kKeys;
@@ -171,7 +158,7 @@ __global__ void __launch_bounds__(kCoreThreads, kBlocks)
         if (key < kKeys) copy_async_16(biases + place * kKeys + key, key_bias + s + key);
         copy_async_commit();
     };
-    copy_head<kQueries>(shared, q + first * stride, stride, S - first);
+    copy_head<kQueries>(shared, own + first * stride, stride, S - first);
     load(0);
     copy_async_wait<0>();
     __syncthreads();
@@ -189,17 +176,16 @@ __global__ void __launch_bounds__(kCoreThreads, kBlocks)
     const float factor = kLog2E / sqrtf(kHeadDim) / scales[head] / scales[H + head];
     for (int tile = 0; tile < tiles; ++tile) {
         if (tile + 1 < tiles) load(tile + 1);
-        Scores scores = {};
+        Scores scores;
         Pairs big, small;
         Rows decay;
         score(queries, keys + tile % 2 * kKeyHalves, biases + tile % 2 * kKeys, scores);
-        softmax(queries, scores, factor, biases + tile % 2 * kKeys, big, small, decay);
+        softmax(queries, scores, factor, big, small, decay);
         add_values(queries, values + tile % 2 * kKeyHalves, big, small, decay);
         copy_async_wait<0>();
         __syncthreads();  // the next tile is there, and this one's place is free
     }
-    store_queries(queries, g + row * D + head * kHeadDim, rows, q, stride,
-                  first + warp * kWarpQueries, S);
+    store_queries(queries, g + (own - q) / 2, rows, own, stride, first + warp * kWarpQueries, S);
 }
 
 // workspace: 3·B·S·N·D floats for k, v and g; key_bias: B·N·(S filled up to a multiple of 32)

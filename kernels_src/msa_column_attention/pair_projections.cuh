@@ -5,13 +5,6 @@
 
 #include "msa_column_attention/pair_weights.cuh"
 
-// 1: copies of weights start between the two mma steps of a tile, and without a branch, so that
-// their addresses are computed while tensor cores work. Predicts 8 % less of the projections: 193
-// instructions a tile, not 215, whose issue and fixed latencies take 679 cycles, not 798 (SASS).
-#ifndef LATE_COPIES
-#define LATE_COPIES 0
-#endif
-
 constexpr float kEpsilon = 1e-5f;
 
 // A block is 2 × 4 warps.
@@ -27,7 +20,7 @@ constexpr int kWeightStride = kDepth + 8;
 constexpr int kXHalves = kTileRows * kXStride, kWeightHalves = kTileOutputs * kWeightStride;
 constexpr int kMultiplyBytes = sizeof(__half) * 2 * (kXHalves + kStages * kWeightHalves);
 
-// Starts the copies of a tile of weights, if there is one more: kTileOutputs rows of kDepth
+// Starts the copies of a tile of weights, zeros if there are no more: kTileOutputs rows of kDepth
 // channels, big and then small.
 // Row 8·j + 2·t + i of 32 holds output 8·t + 2·j + i: so lane t of a row of results ends with 8
 // neighbours.
@@ -85,11 +78,8 @@ __device__ inline void multiply(const Weights& weights, int first_row, __half* x
     __half* stages = x + 2 * kXHalves;
     const auto load = [=](int tile) {
         if (tile < kChunks) load_x(tile);
-        if (LATE_COPIES || tile < kTiles) {
-            copy_weights<kOutputs>(big, small, tile / kChunks * kTileOutputs,
-                                   tile % kChunks * kDepth,
-                                   stages + tile % kStages * 2 * kWeightHalves, tile < kTiles);
-        }
+        copy_weights<kOutputs>(big, small, tile / kChunks * kTileOutputs, tile % kChunks * kDepth,
+                               stages + tile % kStages * 2 * kWeightHalves, tile < kTiles);
         copy_async_commit();
     };
     for (int tile = 0; tile < kStages - 1; ++tile) load(tile);
@@ -102,12 +92,13 @@ __device__ inline void multiply(const Weights& weights, int first_row, __half* x
         for (int chunk = 0; chunk < kChunks; ++chunk, ++tile) {
             copy_async_wait<kStages - 2>();
             __syncthreads();  // the tile is there, and the one before is done with
-            if (!LATE_COPIES) load(tile + kStages - 1);
             const __half* weight = weight_row + tile % kStages * 2 * kWeightHalves;
 #pragma unroll
             for (int k = 0; k < kDepth; k += 16) {
                 multiply_step(x_row + chunk * kDepth + k, weight + k, big_sums, small_sums);
-                if (LATE_COPIES && k == 0) load(tile + kStages - 1);
+                // Here, and without a branch, so that addresses are computed while tensor cores
+                // work: 679 cycles of issue and fixed latencies a tile, not 798 (SASS).
+                if (k == 0) load(tile + kStages - 1);
             }
         }
         const int output = (tile - 1) / kChunks * kTileOutputs + warp % 4 * 32 + lane % 4 * 8;
