@@ -35,20 +35,6 @@ class Question(NamedTuple):
 
 
 QUESTIONS = (
-    Question(
-        *("msa_column_attention", "10", ("af2",)),
-        ({"LATE_COPIES": 1}, {"BIAS_FIRST": 1}, {"LATE_COPIES": 1, "BIAS_FIRST": 1}),
-    ),
-    Question(
-        *("msa_column_attention", "12", ("af2", "extra")),
-        (
-            {"SCALED_OFFSETS": 1},
-            {"POLYNOMIAL_DEGREE": 2},
-            {"SCALED_OFFSETS": 1, "POLYNOMIAL_DEGREE": 2},
-            {"POLYNOMIAL_DEGREE": 2, "POLYNOMIALS": 4},
-            {"CLUSTER": 1},
-        ),
-    ),
     Question("outer_product_mean", "08", ("seed",), ({"ROW_PARTS": 2},)),
     Question(
         *("outer_product_mean", "11", ("af2", "extra")),

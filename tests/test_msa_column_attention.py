@@ -119,7 +119,6 @@ def test_variants_of_the_fp32_stages(seed):
             block_size(128),
             block_size(1024),
             transposed_weights(),
-            with_constants("10", LATE_COPIES=1, BIAS_FIRST=1),
         ],
         OPERATOR.shapes["seed"]: [split_tensor_cores(2), split_tensor_cores(4)],
     }
@@ -136,7 +135,7 @@ def test_variant_of_the_bf16_stages(seed):
     module, msa, mask = module.bfloat16(), msa.bfloat16(), mask.bfloat16()
     reference = copy.deepcopy(module).double()(msa.double(), mask)
     eager_error = (module(msa, mask) - reference).abs().max()
-    stage = with_constants("12", SCALED_OFFSETS=1, POLYNOMIAL_DEGREE=2)
+    stage = with_constants("12", POLYNOMIALS=4)
     assert (stage(module, msa, mask) - reference).abs().max() <= 2 * eager_error
 
 

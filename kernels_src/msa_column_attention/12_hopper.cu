@@ -1,14 +1,13 @@
 // Stage 12: wgmma, bulk copies, warp specialisation
 // As 11, with Hopper's own instructions. Workspace and weights lie in wgmma's core matrices, chunks
 // of 8 channels one after the other, so that every copy is one piece for the copy engine. GEMMs:
-// two warpgroups multiply, one warp streams the weights, two blocks of a cluster share them. Core:
-// persistent blocks of 256 queries; one warp runs ahead with K and V, four warpgroups multiply, P
-// in registers, V and the mask being one operand. A warp whose Σ leaves 2^±60 repeats its 16 rows.
-// Bytes and operations as in 11; weights, K and V leave L2 half as often. Predicts: af2 240 + 230 +
-// 85 µs, the core's 180 instructions a warp and 64 keys being its bound (150 µs), with tensor cores
-// and special functions close behind; extra 75 + 800 + 35 µs. Outcome: af2 681 µs, 23 % more. SASS
-// has 378 instructions for 128 keys, as predicted, so that is not it; a guess: all warps of a
-// multiprocessor wait together for an item's queries, from DRAM, and hide nothing of it.
+// two warpgroups multiply, one warp streams the weights. Core: persistent blocks of 256 queries;
+// one warp runs ahead with K and V, four warpgroups multiply, P in registers, V and the mask being
+// one operand. A warp whose Σ leaves 2^±60 repeats its 16 rows. Bytes and operations as in 11; K
+// and V leave L2 half as often. Predicts: af2 240 + 230 + 85 µs; extra 75 + 800 + 35 µs. Outcome:
+// af2 675 µs, extra 1.02 ms. Since then the core's offsets count 16 bytes (predicted 3 % of it
+// less: 4 and 11 µs less) and its polynomials are of degree 2 (5 %: 14 and 29). Clusters of two
+// that shared the weights by multicast went: they spared L2 half of that, and cost 8 and 13 µs.
 // Shapes: any B, S, N; D = 64, 128, 192, 256; d = 8, 16, 32, 64.
 #include "msa_column_attention/wgmma_heads.cuh"
 #include "msa_column_attention/wgmma_projections.cuh"
@@ -184,7 +183,7 @@ EXPORT cudaError_t attention_hopper(
     const __nv_bfloat16* out_weight, const __nv_bfloat16* out_bias, __nv_bfloat16* workspace,
     __nv_bfloat16* out, int B, int S, int N, int columns, cudaStream_t stream) {
     const int padded = padded_rows(S), blocks = padded / kRows;
-    const dim3 cluster(CLUSTER), gemm_threads(kGemmThreads);
+    const dim3 gemm_threads(kGemmThreads);
     bf16 *packed = workspace, *projected = packed + 5 * D * D;
     if (cudaError_t error =
             LAUNCH(pack_kernel, dim3(ceil_div(5 * D * D / 8, 256)), dim3(256), 0, stream)(
@@ -193,12 +192,11 @@ EXPORT cudaError_t attention_hopper(
     }
     for (int first = 0; first < B * N; first += columns) {
         const int count = columns < B * N - first ? columns : B * N - first;
-        const dim3 grid(ceil_div(count * blocks, CLUSTER) * CLUSTER);  // whole clusters
+        const dim3 grid(count * blocks);
         bf16* key_mask = projected + int64_t(4) * count * padded * D;
-        if (cudaError_t error =
-                LAUNCH_CLUSTER(prologue_kernel, grid, gemm_threads, cluster, kGemmShared, stream)(
-                    msa, mask, layer_norm_weight, layer_norm_bias, packed, gate_bias, projected,
-                    key_mask, first, count, S, N)) {
+        if (cudaError_t error = LAUNCH(prologue_kernel, grid, gemm_threads, kGemmShared, stream)(
+                msa, mask, layer_norm_weight, layer_norm_bias, packed, gate_bias, projected,
+                key_mask, first, count, S, N)) {
             return error;
         }
         const int items = count * H * ceil_div(S, kQueries);
@@ -208,9 +206,8 @@ EXPORT cudaError_t attention_hopper(
                     projected, key_mask, count, S, items)) {
             return error;
         }
-        if (cudaError_t error =
-                LAUNCH_CLUSTER(epilogue_kernel, grid, gemm_threads, cluster, kGemmShared, stream)(
-                    projected, packed + 4 * D * D, out_bias, out, first, count, S, N)) {
+        if (cudaError_t error = LAUNCH(epilogue_kernel, grid, gemm_threads, kGemmShared, stream)(
+                projected, packed + 4 * D * D, out_bias, out, first, count, S, N)) {
             return error;
         }
     }

@@ -1,23 +1,13 @@
 // Stage 12's kernels before and after the core: LayerNorm and the four projections, and out_proj,
 // with wgmma. A block multiplies kRows rows of one column, which stay in shared memory, by all
-// weights, which one warp streams past in slabs; the blocks of a cluster bring shares of a slab and
-// multicast them. Bytes: 2·(1 + 4 + 2)·B·N·S·D, and 2·5·D² of weights a cluster from L2.
+// weights, which one warp streams past in slabs. Bytes: 2·(1 + 4 + 2)·B·N·S·D, and 2·5·D² of
+// weights a block from L2.
 //
 // Rows and weights lie in core matrices of wgmma: chunks of 8 channels, in each all rows.
 #pragma once
 
 #include "hopper.cuh"
 #include "msa_column_attention/bf16_rows.cuh"
-
-// 1: offsets of operands count 16 bytes from the start, so that none is divided. Predicts 3 % less
-// of the core: 366 instructions a tile of keys, not 378, whose issue and fixed latencies take 610
-// cycles, not 668 (SASS).
-#ifndef SCALED_OFFSETS
-#define SCALED_OFFSETS 0
-#endif
-#ifndef CLUSTER  // blocks that share the weights: 1 or 2
-#define CLUSTER 2
-#endif
 
 constexpr int kRowBytes = 16;  // of a chunk; 8 rows are a core matrix
 constexpr int kRows = 128;     // of a column in a block, 64 a warpgroup
@@ -34,11 +24,10 @@ constexpr int kSlabs = 5;
 constexpr int kGemmShared = D / 8 * kXStride + kSlabs * kSlabBytes;
 
 // The operand `bytes` on in a stage of a ring whose first stage has the operand `first`; addresses
-// in an operand count 16 bytes.
+// in an operand count 16 bytes, and so do these offsets from the start: none is divided.
 template <int kStageBytes>
 __device__ uint64_t operand_at(uint64_t first, int stage, int bytes) {
-    if (SCALED_OFFSETS) return first + unsigned(stage * (kStageBytes / 16) + bytes / 16);
-    return first + (stage * kStageBytes + bytes) / 16;
+    return first + unsigned(stage * (kStageBytes / 16) + bytes / 16);
 }
 
 // A warp's place in a ring of kStages; `parity` flips each time around.
@@ -64,26 +53,16 @@ __global__ void pack_kernel(const bf16* query, const bf16* key, const bf16* valu
     if (matrix < 5) store8(packed, i, load8(weight, output * (D / 8) + chunk));
 }
 
-// The loading warp of a GEMM: slabs one after the other, each block of the cluster a share of each.
+// The loading warp of a GEMM: slabs one after the other.
 __device__ void load_weights(const bf16* packed, unsigned char* ring, Barrier* full, Barrier* empty,
                              int slabs) {
-    constexpr int kShare = kSlabBytes / CLUSTER;
-    const int rank = CLUSTER > 1 ? cluster_rank() : 0;
     Place<kSlabs> place;
     for (int slab = 0; slab < slabs; ++slab, place.advance()) {
         Barrier* arrived = full + place.stage;
         barrier_wait(empty + place.stage, place.parity ^ 1);
         barrier_arrive_expect(arrived, kSlabBytes);
-        unsigned char* to = ring + place.stage * kSlabBytes + rank * kShare;
-        const bf16* from = packed + (int64_t(slab) * kSlabBytes + rank * kShare) / sizeof(bf16);
-        if (CLUSTER > 1) {
-            copy_bulk_multicast(to, from, kShare, arrived, (1 << CLUSTER) - 1);
-        } else {
-            copy_bulk(to, from, kShare, arrived);
-        }
-    }
-    for (int i = 0; i < kSlabs; ++i, place.advance()) {  // others still arrive here until then
-        barrier_wait(empty + place.stage, place.parity ^ 1);
+        copy_bulk(ring + place.stage * kSlabBytes, packed + slab * (kSlabBytes / sizeof(bf16)),
+                  kSlabBytes, arrived);
     }
 }
 
@@ -91,11 +70,9 @@ __device__ void load_weights(const bf16* packed, unsigned char* ring, Barrier* f
 // operands among it, then stays in uniform registers.
 __device__ int uniform_warp() { return __shfl_sync(kFullMask, threadIdx.x / kWarpSize, 0); }
 
-// A warp has read a stage: tell the blocks that copy into it.
+// A warp has read a stage: tell the one that copies into it.
 __device__ void release_weights(Barrier* empty, Place<kSlabs>& read) {
-    const int lane = threadIdx.x % kWarpSize;
-    if (CLUSTER == 1 && lane == 0) barrier_arrive(empty + read.stage);
-    if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_remote(empty + read.stage, lane);
+    if (threadIdx.x % kWarpSize == 0) barrier_arrive(empty + read.stage);
     read.advance();
 }
 
@@ -140,16 +117,16 @@ __device__ void multiply(const unsigned char* x, const unsigned char* ring, Barr
     }
 }
 
-// Barriers of a GEMM's ring, ready for the whole cluster.
+// Barriers of a GEMM's ring, ready for the whole block.
 __device__ void start_ring(Barrier* full, Barrier* empty) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < kSlabs; ++stage) {
             barrier_init(full + stage, 1);
-            barrier_init(empty + stage, CLUSTER * kGemmWarps);
+            barrier_init(empty + stage, kGemmWarps);
         }
         barrier_init_fence();
     }
-    CLUSTER > 1 ? cluster_sync() : __syncthreads();
+    __syncthreads();
 }
 
 // projected (4, columns, D / 8, padded, 8) = q·log2(e)/√d, k, v (0 where masked) and σ(gate), and
@@ -164,9 +141,7 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
     SHARED(float, kept, [kRows]);
     unsigned char* ring = x + D / 8 * kXStride;
     const int padded = padded_rows(S), blocks = padded / kRows, warp = uniform_warp();
-    const int block =
-        min(int(blockIdx.x), columns * blocks - 1);  // a cluster's odd one does it again
-    const int local = block / blocks, first = block % blocks * kRows;
+    const int local = blockIdx.x / blocks, first = blockIdx.x % blocks * kRows;
     const int64_t column = first_column + local, b = column / N, n = column % N;
     start_ring(full, empty);
     if (warp == kGemmWarps) {
@@ -214,9 +189,7 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
     SHARED(Barrier, x_full, [1]);
     unsigned char* ring = x + D / 8 * kXStride;
     const int padded = padded_rows(S), blocks = padded / kRows, warp = uniform_warp();
-    const int block =
-        min(int(blockIdx.x), columns * blocks - 1);  // a cluster's odd one does it again
-    const int local = block / blocks, first = block % blocks * kRows;
+    const int local = blockIdx.x / blocks, first = blockIdx.x % blocks * kRows;
     const int64_t column = first_column + local, b = column / N, n = column % N;
     if (threadIdx.x == 0) barrier_init(x_full, 1);
     start_ring(full, empty);
