@@ -14,6 +14,7 @@ from workbench import check as checker
 from workbench import problem as problems
 from workbench.check import check, poisoned_memory, same_bits
 from workbench.guard import GuardedMemory
+from workbench.orders import AnotherOrder
 
 ATTENTION = OPERATORS["msa_column_attention"]
 OUTER = OPERATORS["outer_product_mean"]
@@ -128,7 +129,10 @@ def test_a_modified_input_fails(name, seed):
         {"msa": msa, "mask": mask}.get(name, module.layer_norm.bias).view(-1)[-1] = 7
         return out
 
-    assert f"{name} was modified" in failing(ATTENTION, compute, seed)["masked column"]
+    problem = problems.pose(ATTENTION, ATTENTION.shapes["odd"], "masked column", seed=seed)
+    assert f"{name} was modified" in checker.check_problem(stage_of(ATTENTION, compute), problem).message
+    right = stage_of(ATTENTION, lambda module, msa, mask: module(msa, mask))
+    assert checker.check_problem(right, problem).passed  # it has been put back
 
 
 def test_results_that_depend_on_the_order_of_threads_fail(seed):
@@ -223,6 +227,94 @@ def test_the_plain_limit_holds_for_each_element_however_far_eager_is():
     wrong.view(-1)[place] += 2e-4
     assert "0.0001·|answer|" in checker.judge(wrong, problem).message
     assert checker.judge(wrong, replace(problem, case="large")).message == ""
+
+
+# ---- eager's error at its worst
+
+LUCKY = ATTENTION.odd_shapes[4]  # two columns, in which logits of 128 products may tie: few elements decide
+
+
+def large_problems(count, seed, shape=LUCKY):
+    return [problems.pose(ATTENTION, shape, "large", seed=seed + number) for number in range(count)]
+
+
+def another_order_of_eager(problem, seed=1234):
+    with AnotherOrder(seed):
+        return problems.reference_output(problem.module, problem.msa, problem.mask, torch.float32)
+
+
+def test_eager_itself_passes_in_any_order_of_its_sums(seed):
+    """By eager's error in one order alone, one in fifty of these fails."""
+    for problem in large_problems(40, seed):
+        assert checker.judge(another_order_of_eager(problem), problem).message == ""
+
+
+def test_an_error_that_is_small_by_luck_is_no_yardstick(seed):
+    problem = max(large_problems(20, seed), key=lambda problem: problem.eager_at_worst)
+    lucky = replace(problem, eager_error=problem.eager_error / 1000)
+    worst = lucky.eager_at_worst
+    error = torch.zeros_like(problem.answer)
+    error[0, -1, -1, -1] = 3.8 * worst
+    judgement = checker.judge((problem.answer + error).float(), lucky)
+    assert judgement.message == "" and judgement.eager_error == worst > lucky.eager_error
+    error[0, -1, -1, -1] = 4.2 * worst
+    message = checker.judge((problem.answer + error).float(), lucky).message
+    assert f"4 times eager PyTorch's {worst:.2e} at its worst in 9 orders of its sums" in message
+
+
+def test_a_stage_six_times_as_inaccurate_as_eager_fails(seed):
+    """In every other problem, since its own error is as much a matter of luck: `verify` tries hundreds."""
+    failed = 0
+    for problem in large_problems(40, seed, ATTENTION.shapes["seed"]):
+        error = another_order_of_eager(problem).double() - problem.answer
+        failed += bool(checker.judge((problem.answer + 6 * error).float(), problem).message)
+    assert failed >= 8, f"failed in {failed} of 40"
+
+
+def test_one_evaluation_of_eager_is_enough_for_what_is_as_accurate(seed, monkeypatch):
+    monkeypatch.setattr(problems.Problem, "eager_at_worst", property(lambda problem: 1 / 0))
+    for precision in ("fp32", "bf16"):
+        found = verdicts(ATTENTION, lambda module, msa, mask: module(msa, mask), seed, precision=precision)
+        assert all(result.passed for result in found.values())
+
+
+def test_eager_at_its_worst_in_bf16_is_taken_over_like_inputs(seed):
+    """An error of bfloat16 comes from rounding what layers give, which is alike in every order of sums."""
+
+    def posed(number, **options):
+        shape = ATTENTION.shapes["odd"]
+        return problems.pose(ATTENTION, shape, "random", precision="bf16", seed=seed + number, **options)
+
+    problem = posed(0)
+    others = [posed(number, module=problem.module) for number in range(5)]
+    assert problem.eager_at_worst == max(other.eager_error for other in others)
+    message = checker.judge((problem.answer + 1).bfloat16(), problem).message
+    assert message.endswith(f"PyTorch's {problem.eager_at_worst:.2e} at its worst on 5 like inputs")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[0] @ x[1].T,
+        lambda x: x @ x.transpose(1, 2),
+        lambda x: torch.einsum("bij,bkj->ik", x, x),
+        lambda x: torch.nn.functional.linear(x, x[0], x[1, :, 0]),
+        lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:], x[0, 0], x[0, 1]),
+        lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+        lambda x: x.softmax(1),
+        lambda x: x.sum((0, -1)),
+        lambda x: x.mean(1, keepdim=True),
+    ],
+    ids=[
+        "product", "products", "einsum", "linear", "LayerNorm", "plain LayerNorm", "softmax", "sum", "mean",
+    ],
+)  # fmt: skip
+def test_another_order_changes_rounding_and_nothing_else(function, seed):
+    x = torch.randn(3, 500, 500, generator=torch.Generator().manual_seed(seed))
+    with AnotherOrder(seed):
+        single, double = function(x), function(x.double())
+    torch.testing.assert_close(double, function(x.double()), rtol=1e-9, atol=1e-9)
+    assert not same_bits(single, function(x))
 
 
 def test_guard_bands_catch_a_write_outside_and_nothing_else():
