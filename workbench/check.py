@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import jit_loader
 from kernels_src.operator import Operator, Stage
-from workbench.problem import CASES, Problem, exact_float32, largest, pose
+from workbench.problem import CASES, Problem, exact_float32, pose
 
 CASES_ON_CPU = ("masked column",)
 CASE_FOR_RACES = "random"  # looking for races takes five times as long as running in an order of threads
@@ -124,22 +124,22 @@ def judge(output: Tensor, problem: Problem) -> Judgement:
     if wrong:
         message = f"{wrong} of {answer.numel()} elements are NaN where the answer is not, or the reverse"
         return _nothing(message, problem)
-    if _no_column_is_masked(problem.mask) and output.isnan().any():
+    if problem.no_column_is_masked and output.isnan().any():
         return _nothing(f"{output.isnan().sum().item()} elements are NaN", problem)
     error = (known - answer).abs()
     error[answer.isnan()] = 0
     size = answer.nan_to_num().abs()
-    relative = error / size.clamp(min=size.square().mean().sqrt().item() or 1)
+    relative = error / size.clamp(min=problem.size_of_answer or 1)
+    worst, worst_relative = torch.stack([error.max(), relative.max()]).tolist()
     eager_error = problem.eager_error
-    if not error.max().item() <= problem.allowed_by(eager_error):  # only then is the worst of eager's needed
+    if not worst <= problem.allowed_by(eager_error):  # only then is eager at its worst needed
         eager_error = problem.eager_at_worst
-    message = _excess(error, problem, eager_error)
-    return Judgement(largest(error), largest(relative), eager_error, message)
+    return Judgement(worst, worst_relative, eager_error, _excess(error, worst, problem, eager_error))
 
 
-def _excess(error: Tensor, problem: Problem, eager_error: float) -> str:
+def _excess(error: Tensor, worst: float, problem: Problem, eager_error: float) -> str:
     """What is too large about an error, or nothing. Written so that a NaN is too large."""
-    limit, worst, allowed = problem.limit, error.max().item(), problem.allowed_by(eager_error)
+    limit, allowed = problem.limit, problem.allowed_by(eager_error)
     if not worst <= allowed:
         yardstick = f"eager PyTorch's {eager_error:.2e} {problem.evaluations}"
         if allowed > limit.factor * eager_error:
@@ -168,11 +168,6 @@ def _whole_shape(problem: Problem) -> torch.Size:
     for axis in problem.operator.residue_axes:
         sizes[axis] = problem.msa.shape[2]
     return torch.Size(sizes)
-
-
-def _no_column_is_masked(mask: Tensor) -> bool:
-    """Whether each residue is present in some row, so that no operator has a reason to give NaN."""
-    return bool((mask != 0).any(1).all())
 
 
 def _calls(stage: Stage, problem: Problem) -> tuple[Tensor, list[str]]:
@@ -250,8 +245,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors agree in every bit; one NaN is as good as another."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    return bool(_bits_agree(a, b))
+
+
+def _bits_agree(a: Tensor, b: Tensor) -> Tensor:
+    """Whether tensors of one shape and dtype agree in every bit, as a tensor: reading it waits for a GPU."""
     if not a.is_floating_point():
-        return torch.equal(a, b)
+        return (a == b).all()
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     same = (a.contiguous().view(integer) == b.contiguous().view(integer)) | (a.isnan() & b.isnan())
-    return bool(same.all())
+    return same.all()

@@ -85,7 +85,24 @@ class Problem:
 
     def allowed_by(self, eager_error: float) -> float:
         """The largest error that an output may have anywhere if eager PyTorch's is this."""
-        return self.limit.factor * max(eager_error, self.limit.floor * largest(self.answer))
+        return self.limit.factor * max(eager_error, self.limit.floor * self.largest_answer)
+
+    # What is read from the GPU is kept: reading waits for it, and many stages are judged by one problem.
+
+    @cached_property
+    def largest_answer(self) -> float:
+        """The largest magnitude in the answer."""
+        return largest(self.answer)
+
+    @cached_property
+    def size_of_answer(self) -> float:
+        """The answer's root mean square, NaN counting as 0."""
+        return self.answer.nan_to_num().square().mean().sqrt().item()
+
+    @cached_property
+    def no_column_is_masked(self) -> bool:
+        """Whether each residue is present in some row, so that no operator has a reason to give NaN."""
+        return bool((self.mask != 0).any(1).all())
 
     @property
     def evaluations(self) -> str:
