@@ -18,6 +18,7 @@
 #ifdef __CUDACC__
 
 #include <cuda_runtime.h>
+#include <pthread.h>
 
 #define SHARED(type, name, ...) __shared__ __align__(16) type name __VA_ARGS__
 #define DYNAMIC_SHARED(type, name)                                    \
@@ -39,6 +40,35 @@ namespace [[gnu::visibility("hidden")]] gpu {
 inline thread_local cudaError_t last_error = cudaSuccess;
 inline thread_local char last_error_text[512];
 
+// The most dynamic shared memory that launches of a kernel on a device have asked for.
+struct Allowance {
+    const void* kernel;
+    int device;
+    size_t bytes;
+    Allowance* next;
+};
+
+// More than 48 KB, SHARED arrays included, has to be asked for. Asks only for more than any launch
+// before: the runtime remembers it, and to ask for less would take that back.
+inline cudaError_t allow_shared_bytes(const void* kernel, size_t bytes) {
+    static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    static Allowance* allowances = nullptr;
+    int device = 0;
+    if (cudaError_t error = cudaGetDevice(&device)) return error;
+    pthread_mutex_lock(&mutex);
+    Allowance* known = allowances;
+    while (known && (known->kernel != kernel || known->device != device)) known = known->next;
+    if (!known) known = allowances = new Allowance{kernel, device, 0, allowances};
+    cudaError_t error = cudaSuccess;
+    if (bytes > known->bytes) {
+        error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     static_cast<int>(bytes < INT32_MAX ? bytes : INT32_MAX));
+        if (!error) known->bytes = bytes;
+    }
+    pthread_mutex_unlock(&mutex);
+    return error;
+}
+
 // A kernel with its launch configuration; calling it launches. A count or type of arguments that
 // the kernel does not take is a compile error in the line of LAUNCH.
 template <typename... Parameters>
@@ -59,10 +89,8 @@ struct Launch {
 
     cudaError_t operator()(Parameters... arguments) const {
         cudaError_t error = cudaSuccess;
-        if (shared_bytes > 0) {  // more than 48 KB, SHARED arrays included, has to be asked for
-            error = cudaFuncSetAttribute(
-                kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                static_cast<int>(shared_bytes < INT32_MAX ? shared_bytes : INT32_MAX));
+        if (shared_bytes > 0) {
+            error = allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
         }
         if (!error) {
             cudaLaunchAttribute attributes[2] = {};

@@ -54,7 +54,7 @@ int resident_clusters(void (*kernel)(Parameters...), int blocks, int threads, si
     config.attrs = &cluster;
     config.numAttrs = 1;
     int count = 0;
-    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
+    gpu::allow_shared_bytes(reinterpret_cast<const void*>(kernel), shared_bytes);
     cudaOccupancyMaxActiveClusters(&count, kernel, &config);
     return count > 0 ? count : 1;
 }
