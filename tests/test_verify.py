@@ -65,25 +65,50 @@ def test_a_part_replaces_its_older_record_only(tmp_path):
     assert kept["o memcheck"]["not passed"][0]["message"] == "no sanitizer"
 
 
+PASSED = f"{sanitizer.DONE}\n========= ERROR SUMMARY: 0 errors"
+NO_HAZARDS = f"{sanitizer.DONE}\n========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"
+WRITE = (
+    "01_a seed\n========= COMPUTE-SANITIZER\n========= Invalid __global__ write of size 4 bytes\n"
+    "=========     at f_kernel+0x50\n=========\n========= ERROR SUMMARY: 3 errors"
+)
+READ = "========= Uninitialized __global__ memory read of size 4 bytes\n=========     at "
+OTHERS = (
+    f"{READ}void at::reduce_kernel<(int)512>(T1)+0x60\n=========     by thread (0,0,0) in block (0,0,0)\n"
+    "=========\n========= Host API memory access error at host access to 0x7 of size 4 bytes\n"
+    "=========     Uninitialized access at 0x7 on access by cudaMemcpy source\n=========\n"
+)
+OURS = (
+    f"01_a odd\n{READ}load(float *)+0x6f0 in 01_a.cu:61\n=========     Device Frame:a_kernel(float *)+0x10\n"
+)
+
+
 @pytest.mark.parametrize(
-    "log, status, outcome, message",
+    "tool, log, status, outcome, message",
     [
-        ("========= ERROR SUMMARY: 0 errors", 0, "passed", ""),
-        ("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", 0, "passed", ""),
-        ("========= ERROR SUMMARY: 0 errors", 1, "not run", "0 errors"),  # the program itself failed
-        ("", 0, "not run", ""),
-        ("========= Error: Device not supported. Please refer to …", 1, "not run", "Device not supported"),
-        (
-            "========= COMPUTE-SANITIZER\n========= Invalid __global__ write of size 4 bytes\n"
-            "=========     at f_kernel+0x50\n========= ERROR SUMMARY: 3 errors",
-            86, "failed", "Invalid __global__ write of size 4 bytes; at f_kernel+0x50",
-        ),
+        ("memcheck", PASSED, 0, "passed", ""),
+        ("racecheck", NO_HAZARDS, 0, "passed", ""),
+        ("memcheck", PASSED, 1, "not run", "0 errors"),
+        ("memcheck", "========= ERROR SUMMARY: 0 errors", 0, "not run", "0 errors"),  # ended before its end
+        ("memcheck", "", 0, "not run", ""),
+        ("memcheck", "========= Error: Device not supported.", 1, "not run", "Device not supported"),
+        ("memcheck", WRITE, 86, "failed",
+         "Invalid __global__ write of size 4 bytes; at f_kernel+0x50; first of 1 printed; in: 01_a seed"),
+        ("initcheck", PASSED, 0, "passed", ""),
+        ("initcheck", f"{OTHERS}{PASSED}".replace("0 e", "2 e"), 86, "passed", ""),
+        ("initcheck", f"{OTHERS}{PASSED}".replace("0 e", "3 e"), 86, "not run", "3 errors"),
+        ("initcheck", f"{OTHERS}========= ERROR SUMMARY: 2 errors", 86, "not run", "2 errors"),
+        ("initcheck", f"{OTHERS}{OURS}{PASSED}".replace("0 e", "3 e"), 86, "failed",
+         "at load(float *)+0x6f0 in 01_a.cu:61; Device Frame:a_kernel(float *)+0x10; first of 1 printed; "
+         "in: 01_a odd"),
+        ("initcheck", f"========= Something new\n{sanitizer.DONE}\n========= ERROR SUMMARY: 1 error", 86,
+         "failed", "Something new"),
+        ("initcheck", WRITE, 86, "not run", "3 errors"),  # of f_kernel, and two that are not shown
     ],
 )  # fmt: skip
-def test_what_the_sanitizer_says_decides(log, status, outcome, message, tmp_path, monkeypatch):
+def test_what_the_sanitizer_says_decides(tool, log, status, outcome, message, tmp_path, monkeypatch):
     stand_in(tmp_path, monkeypatch, f"cat {tmp_path}/log; exit {status}")
     (tmp_path / "log").write_text(log + "\n")
-    found, said = run_under("racecheck", "call()", ["b_kernel", "a_kernel"])
+    found, said = run_under(tool, "call()", ["b_kernel", "a_kernel"])
     assert found == outcome and message in said
 
 
@@ -96,14 +121,36 @@ def stand_in(folder, monkeypatch, script):
 
 
 def test_the_sanitizer_is_told_what_to_run_and_which_kernels_are_ours(tmp_path, monkeypatch):
-    stand_in(tmp_path, monkeypatch, "echo '========= ERROR SUMMARY: 0 errors'")
+    stand_in(tmp_path, monkeypatch, f"echo {sanitizer.DONE}; echo '========= ERROR SUMMARY: 0 errors'")
     monkeypatch.setattr(verify, "_kernels", lambda operator, stages: {"one_kernel"})
-    test = verify.sanitize(OUTER, OUTER.stages[:2], "memcheck")
-    assert (test.kind, test.stage, test.outcome) == ("memcheck", "stages 01, 02", "passed")
+    (test,) = verify.sanitize(OUTER, OUTER.stages[1:2], "memcheck")
+    assert (test.kind, test.stage, test.outcome) == ("memcheck", "stages 02", "passed")
+    arguments = (tmp_path / "arguments").read_text()
+    assert arguments.startswith("--tool\nmemcheck\n")
+    assert f"kernel_substring=one_kernel\n{sys.executable}\n-c\n" in arguments
+    code = "from workbench.verify import call_each; call_each('outer_product_mean', ['02'])"
+    assert arguments.endswith(f"{code}\nprint({sanitizer.DONE!r}, flush=True)\n")
+
+
+def test_initcheck_looks_at_every_kernel_since_others_write_what_ours_read(tmp_path, monkeypatch):
+    stand_in(tmp_path, monkeypatch, "")
+    run_under("initcheck", "call()", ["a_kernel"])
     arguments = (tmp_path / "arguments").read_text().splitlines()
-    assert arguments[:2] == ["--tool", "memcheck"] and arguments[-3] == sys.executable
-    assert arguments[-4] == "kernel_substring=one_kernel"
-    assert arguments[-1].endswith("call_each('outer_product_mean', ['01', '02'])")
+    assert "--kernel-name" not in arguments
+    assert arguments[arguments.index("--print-limit") + 1] == "0"  # ours can't hide behind others
+
+
+def test_stages_are_sanitized_in_several_programs_at_once(tmp_path, monkeypatch):
+    script = f"""echo "$*" | grep -q "'02'" && echo '========= Error: none' && exit 1
+        touch {tmp_path}/started.$$; while [ $(ls {tmp_path}/started.* | wc -l) -lt 3 ]; do sleep 0.05; done
+        echo {sanitizer.DONE}; echo '========= ERROR SUMMARY: 0 errors'"""
+    stand_in(tmp_path, monkeypatch, script)
+    monkeypatch.setattr(verify, "_kernels", lambda operator, stages: {"one_kernel"})
+    tests = verify.sanitize(OUTER, OUTER.stages[:6], "racecheck")
+    assert [(test.stage, test.outcome) for test in tests] == [
+        ("stages 01, 05", "passed"), ("stages 02, 06", "not run"),
+        ("stages 03", "passed"), ("stages 04", "passed"),
+    ]  # fmt: skip
 
 
 def test_a_sanitizer_that_takes_too_long_is_ended_with_the_program_under_it(tmp_path, monkeypatch):

@@ -27,12 +27,13 @@ from workbench.check import check_problem
 from workbench.guard import GuardedMemory
 from workbench.problem import CASES, Problem, pose
 from workbench.results import lock_of, replace_file
-from workbench.sanitizer import TOOLS, Outcome, run_under
+from workbench.sanitizer import TOOLS, Outcome, run_each_under
 from workbench.selection import named_shapes
 from workbench.timing import capture
 
 PARTS = ("check", "trials", *TOOLS)
 SMALL = ("seed", "odd")
+SANITIZED_AT_ONCE = 4  # programs; each has PyTorch in its memory
 FURTHER_SHAPES: dict[str, tuple[Any, ...]] = {
     "msa_column_attention": (
         AttentionShape(1, 16, 5, 64, 8),
@@ -66,7 +67,7 @@ def verify(
         raise RuntimeError("verify needs an NVIDIA GPU, and none was found; `check --device cpu` needs none")
     if part in TOOLS:
         _prebuild(stages, small_shapes(operator).values(), progress)
-        return [sanitize(operator, stages, part)]
+        return sanitize(operator, stages, part)
     plan = list(_pairs(operator, stages) if part == "trials" else _problems(operator, seeds))
     _prebuild(stages, [shape for _, shape, *_ in plan], progress)
     tests: list[Tried] = []
@@ -235,16 +236,23 @@ def small_shapes(operator: Operator) -> dict[str, Any]:
     return {label: shape for name in SMALL for label, shape in named_shapes(operator, name).items()}
 
 
-def sanitize(operator: Operator, stages: Sequence[Stage], tool: str) -> Tried:
-    """Run every stage once at the small shapes under a tool of compute-sanitizer."""
-    numbers = [stage.number for stage in stages]
-    code = f"from workbench.verify import call_each; call_each({operator.name!r}, {numbers!r})"
+def sanitize(operator: Operator, stages: Sequence[Stage], tool: str) -> list[Tried]:
+    """Run every stage once at the small shapes under a tool of compute-sanitizer, in several programs."""
+    programs = min(SANITIZED_AT_ONCE, len(stages))
+    groups = [[stage.number for stage in stages[first::programs]] for first in range(programs)]
+    codes = [
+        f"from workbench.verify import call_each; call_each({operator.name!r}, {numbers!r})"
+        for numbers in groups
+    ]
     what = ", ".join(small_shapes(operator))
     try:
-        outcome, message = run_under(tool, code, _kernels(operator, stages))
+        results = run_each_under(tool, codes, _kernels(operator, stages))
     except jit_loader.KernelCompileError as error:
-        outcome, message = "not run", str(error)
-    return Tried(tool, operator.name, f"stages {', '.join(numbers)}", what, outcome, message)
+        results = [("not run", str(error))] * len(groups)
+    return [
+        Tried(tool, operator.name, f"stages {', '.join(numbers)}", what, *result)
+        for numbers, result in zip(groups, results, strict=True)
+    ]
 
 
 def _kernels(operator: Operator, stages: Sequence[Stage]) -> set[str]:
