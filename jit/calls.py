@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,11 +35,12 @@ def {name}({parameters}):
     if _code:
         _fail(_index, _code)
 """
-POINTER_CHECK = (
-    "isinstance({name}, _Tensor) and {name}.dtype is _{name}_dtype and {name}.get_device() == _index"
+KIND_CHECK = (
+    "{name}.dtype is _dtype_{name} and {name}.get_device() == _index"
     " and {name}.is_contiguous() and not {name}.is_neg()"
-    " and (_{name} := {name}.data_ptr()) and not _{name} & 15"
 )
+ADDRESS_CHECK = "(_at_{name} := _data_ptr({name}))"  # raises TypeError for what is not a tensor
+ALIGNMENT_CHECK = "not ({addresses}) & 15"
 SCALAR_CHECK = "type({name}) is {type} and {low!r} <= {name} <= {high!r}"
 
 
@@ -47,6 +49,9 @@ def caller(export: Export, library: Callable[[Target], Library]) -> Callable[...
 
     It is written out for the signature: a loop over the parameters would cost more than most launches. It
     lets through what is plainly right, and leaves all else to `_checked`, which names what is wrong.
+
+    Its attribute `repeat` is for arguments whose dtypes, devices and strides are known to be those of a call
+    that was right, and numbers the same: it looks at the tensors' addresses alone.
     """
     functions: dict[int, Callable[..., int]] = {}  # by the device's index, -1 for the CPU
 
@@ -61,15 +66,24 @@ def caller(export: Export, library: Callable[[Target], Library]) -> Callable[...
         raise RuntimeError(f"{export.name}: {library(_target(index)).error_text(code)}")
 
     names = {
-        "_Tensor": Tensor,
+        "_data_ptr": Tensor.data_ptr,
         "_carefully": functools.partial(_checked, export),
         "_functions": functions,
         "_open": open_for,
         "_fail": fail,
     }
-    names |= {f"_{name}_dtype": POINTERS[c_type] for name, c_type in export.parameters if c_type in POINTERS}
-    exec(_text_of(export), names)
-    return names[export.name]
+    names |= {f"_dtype_{name}": POINTERS[c_type] for name, c_type in export.parameters if c_type in POINTERS}
+    exec(_text_of(export, _checks(export)), names)
+    function = names[export.name]
+    exec(_text_of(export, _address_checks(export)), names)
+    function.repeat = names[export.name]
+    return function
+
+
+def repeats(functions: object) -> SimpleNamespace:
+    """The `repeat` of each of an object's functions, by the functions' names."""
+    named = vars(functions).items()
+    return SimpleNamespace(**{name: value.repeat for name, value in named if hasattr(value, "repeat")})
 
 
 def _target(index: int) -> Target:
@@ -91,26 +105,38 @@ def _on_cpu(export: Export, library: Callable[[Target], Library]) -> Callable[..
     return call
 
 
-def _text_of(export: Export) -> str:
-    """The text of the Python function."""
-    pointers = [name for name, c_type in export.parameters if c_type in POINTERS]
-    checks, values = [], []
-    for name, c_type in export.parameters:
-        if c_type in POINTERS:
-            checks.append(POINTER_CHECK.format(name=name))
-            values.append(f"_{name}")
-        else:
-            low, high = RANGES[c_type]
-            checks.append(SCALAR_CHECK.format(name=name, type=type(low).__name__, low=low, high=high))
-            values.append(name)
+def _text_of(export: Export, checks: Sequence[str]) -> str:
+    """The text of a Python function that passes on what these checks let through."""
     return CALLER.format(
         name=export.name,
         parameters=", ".join(name for name, _ in export.parameters),
         declaration=export.declaration,
-        first=pointers[0],
+        first=_pointers(export)[0],
         checks=" and ".join(checks),
-        values=", ".join(values),
+        values=", ".join(f"_at_{name}" if c_type in POINTERS else name for name, c_type in export.parameters),
     )
+
+
+def _checks(export: Export) -> list[str]:
+    """That every argument is what the signature says."""
+    checks = [KIND_CHECK.format(name=name) for name in _pointers(export)]
+    for name, c_type in export.parameters:
+        if c_type in SCALARS:
+            low, high = RANGES[c_type]
+            checks.append(SCALAR_CHECK.format(name=name, type=type(low).__name__, low=low, high=high))
+    return checks + _address_checks(export)
+
+
+def _address_checks(export: Export) -> list[str]:
+    """That every tensor has memory that starts where kernels may read 16 bytes at once."""
+    pointers = _pointers(export)
+    addresses = " | ".join(f"_at_{name}" for name in pointers)
+    checks = [ADDRESS_CHECK.format(name=name) for name in pointers]
+    return [*checks, ALIGNMENT_CHECK.format(addresses=addresses)]
+
+
+def _pointers(export: Export) -> list[str]:
+    return [name for name, c_type in export.parameters if c_type in POINTERS]
 
 
 def _checked(export: Export, arguments: Sequence[Any]) -> tuple[Any, ...]:

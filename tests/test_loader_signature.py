@@ -42,6 +42,10 @@ EXPORT cudaError_t recall(float* bits, cudaStream_t stream) {
 
 EXPORT cudaError_t fails(float* x, int code, cudaStream_t stream) { return (cudaError_t)code; }
 EXPORT const char* kernel_error_text(int code) { return code == 7 ? "seven things went wrong" : "?"; }
+EXPORT cudaError_t names(float* index, float* plain, float* functions, float* code, cudaStream_t stream) {
+    index[0] = 1, plain[0] = 2, functions[0] = 3, code[0] = 4;
+    return cudaSuccess;
+}
 EXPORT cudaError_t keyword(float* lambda, int in, cudaStream_t stream) {
     lambda[0] = in;
     return cudaSuccess;
@@ -172,6 +176,27 @@ def test_arguments_can_be_given_by_name(kernels):
     target = torch.zeros(4)
     kernels.keyword(lambda_=target, in_=5)
     assert target[0] == 5
+
+
+def test_arguments_can_have_names_that_the_caller_itself_uses(kernels):
+    tensors = [torch.zeros(4) for _ in range(4)]
+    kernels.names(*tensors)
+    assert [tensor[0].item() for tensor in tensors] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("what", ["None", "a list", "an array", "an address", "unaligned", "empty", "freed"])
+def test_a_repeated_call_still_looks_at_addresses(kernels, name, what):
+    make, error = BAD_POINTERS[what]
+    arguments = good_arguments()
+    kernels.witness.repeat(*arguments)
+    assert seen(kernels)[1:4] == [tensor.data_ptr() for tensor in arguments[:3]]
+    assert seen(kernels)[4:6] == arguments[3:5]
+    arguments[NAMES.index(name)] = make(DTYPES[name])
+    before = seen(kernels)
+    with pytest.raises(error, match=f"^witness: {name}: "):
+        kernels.witness.repeat(*arguments)
+    assert seen(kernels) == before, "the function was called"
 
 
 def test_random_calls_reach_the_function_only_when_right(kernels, seed):
