@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.guards import TensorGuards
 
-import jit_loader
+from jit.calls import repeats
 from kernels_src.operator import Operator, Stage, under_autocast
+
+KEPT_CALLS = 8  # of a module, each for another size of msa
 
 
 def first_that_supports(
@@ -47,19 +50,21 @@ def _parameter_shapes(build: Callable[[Any], nn.Module], shape: Any) -> dict[str
 
 
 class CheckedCall(NamedTuple):
-    """What is kept of a call that was right, for others with tensors of the same sizes and dtypes."""
+    """What is kept of a call that was right, for later ones like it."""
 
+    is_like: Callable[..., bool]  # whether msa, mask and parameters differ from its own in addresses at most
+    parameter_count: int
     run: Callable[[Any, Any, Tensor, Tensor], Tensor]
-    kernels: jit_loader.Kernels
-    parameter_sizes: list[int]
+    kernels: Any  # whose functions look at addresses alone
 
 
 class FusedModule(nn.Module):
     """Forward by the fastest stage; a base class that comes before the operator's reference.
 
-    A call like one before costs little: only what the loader does not check of every pointer is compared,
-    which is sizes. Under autocast the result has the dtype that the reference's has; it is computed in
-    bfloat16 where that is autocast's dtype, else in float32.
+    A call like one before costs little: one function of PyTorch compares dtype, device, sizes and strides of
+    every tensor, and whether autocast or a transform is at work; what follows of these is not checked again.
+    Under autocast the result has the dtype that the reference's has; it is computed in bfloat16 where that is
+    autocast's dtype, else in float32.
     """
 
     operator: Operator
@@ -86,27 +91,17 @@ class FusedModule(nn.Module):
         """The reference's result. Raises RuntimeError where gradients or dropout would be needed."""
         if self.training or torch.is_grad_enabled():
             self.refuse_training(msa)
-        if (
-            type(msa) is not Tensor  # a tracer's, for example
-            or type(mask) is not Tensor
-            or torch.compiler.is_compiling()
-            or under_autocast(msa)
-        ):
+        if type(msa) is not Tensor or torch.compiler.is_compiling():  # a tracer's, for example
             return self._traceable(msa, mask)
         # Read as dicts, several times quicker than through nn.Module's attributes.
         layers = self._modules.values()
         parameters = [p for layer in layers for p in layer._parameters.values() if p is not None]
-        key = (msa.shape, mask.shape, msa.dtype, mask.dtype, msa.is_cuda)
-        call = self._calls.get(key)
-        if call and [*map(Tensor.numel, parameters)] == call.parameter_sizes:
-            try:
-                return call.run(call.kernels, self.as_arguments(parameters), msa, mask)
-            except (TypeError, ValueError):
-                pass  # something else has changed: what it is, or what to do about it, is found below
-        call = self._check(msa, mask, parameters)
-        output = call.run(call.kernels, self.as_arguments(parameters), msa, mask)
-        self._calls = {**self._calls, key: call}
-        return output
+        call = self._calls.get(msa.shape)
+        if call and len(parameters) == call.parameter_count and call.is_like(msa, mask, *parameters):
+            return call.run(call.kernels, self.as_arguments(parameters), msa, mask)
+        if type(mask) is not Tensor or under_autocast(msa):
+            return self._traceable(msa, mask)
+        return self._checked(msa, mask, parameters)
 
     def refuse_training(self, msa: Tensor) -> None:
         """Raise RuntimeError, naming what would need it, where a call would need a backward."""
@@ -122,11 +117,18 @@ class FusedModule(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_calls": {}}  # copies and pickles load their own
 
-    def _check(self, msa: Tensor, mask: Tensor, parameters: Sequence[Tensor]) -> CheckedCall:
+    def _checked(self, msa: Tensor, mask: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+        """The result of a call that may be wrong, which is kept if it was right."""
         shape = self.operator.stages[0].shape_of(self, msa, mask)
         check_parameters(self.operator, shape, parameters)
         stage = self.fastest_stage(shape, msa.dtype, msa.device.type)
-        return CheckedCall(stage.run, stage.load(shape), [*map(Tensor.numel, parameters)])
+        kernels = stage.load(shape)
+        output = stage.run(kernels, self.as_arguments(parameters), msa, mask)
+        guards = TensorGuards(msa, mask, *parameters, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        call = CheckedCall(guards.check, len(parameters), stage.run, repeats(kernels))
+        kept = [*self._calls.items()][1 - KEPT_CALLS :]
+        self._calls = {**dict(kept), msa.shape: call}
+        return output
 
     def _traceable(self, msa: Tensor, mask: Tensor) -> Tensor:
         parameters = [parameter.detach() for parameter in self.parameters()]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels_src import OPERATORS
+from kernels_src.fused import KEPT_CALLS
 from kernels_src.msa_column_attention import Shape as AttentionShape
 from kernels_src.msa_column_attention import fused as attention
 from kernels_src.operator import Stage
@@ -187,7 +188,14 @@ def wrong_calls(msa: Tensor, mask: Tensor) -> list[tuple[Any, Any, type, str]]:
         (msa, mask + 0j, TypeError, "mask: expected 0 and 1 of a real dtype"),
         (msa, mask.to("meta"), ValueError, "mask: expected on cpu with msa, got meta"),
         (msa.bfloat16(), mask, TypeError, "msa: expected torch.float32 as the module's parameters"),
+        (unaligned(msa), mask, ValueError, "msa: must start at a multiple of 16 bytes"),
+        (msa, unaligned(mask), ValueError, "mask: must start at a multiple of 16 bytes"),
     ]
+
+
+def unaligned(tensor: Tensor) -> Tensor:
+    """A copy that starts 4 bytes after a multiple of 16."""
+    return tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor).copy_(tensor)
 
 
 @both
@@ -224,6 +232,46 @@ def test_parameters_of_another_shape_are_refused_before_a_launch(kind, seed):
             change(twin)
             with torch.no_grad(), pytest.raises(ValueError, match=f"{name}: expected"):
                 twin(msa, mask)
+
+
+@both
+def test_a_parameter_read_in_another_order_is_refused(kind, seed):
+    """Its memory and sizes stay the same, only the strides are others."""
+    _, twin, msa, mask = case(kind, seed)
+    twin(msa, mask)
+    weight = twin.out_proj.weight
+    weight.data = weight.data.as_strided(weight.shape, (1, weight.shape[0]))
+    with pytest.raises(ValueError, match="out_weight: must be contiguous"):
+        twin(msa, mask)
+
+
+@both
+def test_more_sizes_than_are_kept(kind, seed):
+    operator, _, shape = KINDS[kind]
+    module, twin, _, _ = case(kind, seed)
+    for N in (*range(1, KEPT_CALLS + 4), 1, 2):
+        msa, mask = operator.inputs(shape._replace(N=N), seed)
+        assert_same(twin(msa, mask), module, msa, mask)
+    assert len(twin._calls) == KEPT_CALLS
+
+
+@both
+def test_every_way_to_do_without_gradients_means_the_same(kind, seed):
+    module, twin, msa, mask = case(kind, seed)
+    ways = (torch.no_grad, torch.inference_mode, torch.enable_grad)
+    for way in (*ways, *reversed(ways)):
+        with way():
+            assert_same(twin(msa, mask), module, msa, mask)
+
+
+@both
+def test_autocast_is_noticed_after_a_call_without_it(kind, seed):
+    module, twin, msa, mask = case(kind, seed)
+    for autocast in (False, True, False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output, expected = twin(msa, mask), module(msa, mask)
+        tolerance = 4e-2 if autocast else 1e-5
+        torch.testing.assert_close(output, expected, atol=tolerance, rtol=tolerance)
 
 
 # ---- what a call can't do

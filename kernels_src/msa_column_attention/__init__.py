@@ -118,7 +118,8 @@ def _one_launch(
 
     def run(kernels: Any, module: MSAColumnAttention, msa: Tensor, mask: Tensor) -> Tensor:
         out = torch.empty_like(msa)
-        sizes = (msa.shape[0], msa.shape[2]) if constant_shape else _sizes(module, msa)
+        B, S, N, D = msa.shape
+        sizes = (B, N) if constant_shape else (B, S, N, D, module.num_heads)
         getattr(kernels, export)(msa, _key_mask(mask), *_parameters(module), out, *sizes)
         return out
 
@@ -204,8 +205,7 @@ def _in_columns(
         parts = -(-B * N * column * msa.element_size() // WORKSPACE_BYTES)
         columns = -(-B * N // parts)
         size = weight_elements(D) + columns * column
-        workspace = torch.empty(size, dtype=msa.dtype, device=msa.device)
-        out = torch.empty_like(msa)
+        workspace, out = msa.new_empty(size), torch.empty_like(msa)
         arguments = (msa, _key_mask(mask, msa.dtype), *_parameters(module), workspace, out)
         getattr(kernels, export)(*arguments, B, S, N, columns)
         return out
