@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+from processes import Child
 from rows import RUN, row
 
 from kernels_src import OPERATORS
@@ -93,6 +94,24 @@ def test_an_interruption_leaves_the_old_file_whole(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         store(tmp_path, OUTER, [row(OUTER, "02_b")], RUN)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+WRITERS, STORES = 4, 10
+
+
+def store_some(folder, writer):
+    """Store rows one after another, as a process does that measures on a GPU of its own."""
+    for number in range(STORES):
+        store(folder, OUTER, [row(OUTER, f"{writer}_{number}")], {**RUN, "date": str(writer)})
+
+
+def test_processes_that_store_at_once_lose_no_rows(tmp_path):
+    writers = [Child(store_some, tmp_path, writer) for writer in range(WRITERS)]
+    for writer in writers:
+        writer.result()
+    names = {f"{writer}_{number}" for writer in range(WRITERS) for number in range(STORES)}
+    assert set(stored(tmp_path).stage) == names
+    assert all(run_of(tmp_path, each)["date"] == each.stage[0] for _, each in stored(tmp_path).iterrows())
 
 
 def test_missing_and_damaged_files(tmp_path):
