@@ -129,13 +129,21 @@ def test_variants_of_the_fp32_stages(seed):
             assert_close(stage(module, msa, mask), module, msa, mask)
 
 
-def test_variant_of_the_bf16_stages(seed):
-    shape = Shape(1, 70, 2, 64, 8)
+@pytest.mark.parametrize(
+    "constants",
+    [
+        {"EARLY": 1, "QUERIES_AHEAD": 1, "RESIDENT": 1, "REVERSE": 1, "COLUMNS": 2},
+        {"GEMM_ROWS": 256, "PAD": 256, "POLYNOMIALS": 4},
+    ],
+    ids=", ".join,
+)
+def test_variants_of_the_bf16_stages(constants, seed):
+    shape = Shape(1, 300, 3, 64, 8)  # two blocks of a column, and of the core several items each
     module, msa, mask = case(shape, seed)
     module, msa, mask = module.bfloat16(), msa.bfloat16(), mask.bfloat16()
     reference = copy.deepcopy(module).double()(msa.double(), mask)
     eager_error = (module(msa, mask) - reference).abs().max()
-    stage = with_constants("12", POLYNOMIALS=4)
+    stage = with_constants("12", **constants)
     assert (stage(module, msa, mask) - reference).abs().max() <= 2 * eager_error
 
 

@@ -9,47 +9,27 @@
 // less: 4 and 11 µs less) and its polynomials are of degree 2 (5 %: 14 and 29). Clusters of two
 // that shared the weights by multicast went: they spared L2 half of that, and cost 8 and 13 µs.
 // Shapes: any B, S, N; D = 64, 128, 192, 256; d = 8, 16, 32, 64.
-#include "msa_column_attention/wgmma_heads.cuh"
-#include "msa_column_attention/wgmma_projections.cuh"
+#include "msa_column_attention/wgmma_core_loads.cuh"
+#include "msa_column_attention/wgmma_resident.cuh"
+
+#include <algorithm>
 
 #ifndef POLYNOMIALS  // so many of 8 exponentials go to the FMA units
 #define POLYNOMIALS (D / H < 64 ? 3 : 2)
 #endif
+// 1: a kernel starts while the kernel before it ends: LayerNorm and barriers are under way before
+// the last blocks have ended. Predicts 2 to 3 µs less for each of 6 launches (af2) or 3 (extra).
+#ifndef EARLY
+#define EARLY 0
+#endif
+// Columns worked on at a time, if not as many as the workspace holds; wants EARLY. 33 of af2 are 35
+// MB, which L2 holds between kernels: 0.8 of 1.2 GB need not pass DRAM, for 30 launches more. A
+// kernel has 132 blocks then, or 4 items a block. Predicts 0 to 40 µs less; 66 columns, 0 to 20.
+#ifndef COLUMNS
+#define COLUMNS 0
+#endif
 static_assert(D % 64 == 0 && D <= 256, "D must be 64, 128, 192 or 256");
 static_assert(kChunks == 1 || kChunks == 2 || kChunks == 4 || kChunks == 8, "d: 8, 16, 32 or 64");
-
-constexpr int kCoreWarps = kChannels < 64 ? 16 : 8;         // that multiply; one more loads
-constexpr int kCoreThreads = (kCoreWarps + 4) * kWarpSize;  // registers go by warpgroups
-constexpr int kCoreRegisters = kChannels < 64 ? 112 : 208;  // of a thread that multiplies
-static_assert(registers_suffice(4, 24, kCoreWarps, kCoreRegisters), "they would wait for ever");
-constexpr int kQueries = kCoreWarps * 16;                    // of a block, 64 a warpgroup
-constexpr int kKeys = 128;                                   // in a stage of the ring
-constexpr int kPieceBytes = kKeys * kRowBytes;               // one chunk of the keys
-constexpr int kTileBytes = (2 * kChunks + 1) * kPieceBytes;  // K, V and the mask
-constexpr int kTiles = kChannels < 64 ? 6 : 4;
-constexpr int kStep = 32;  // keys multiplied at once
-
-// The loading warp of the core: for each item the keys, tile by tile.
-__device__ void load_keys(bf16* projected, const bf16* key_mask, unsigned char* ring, Barrier* full,
-                          Barrier* empty, int columns, int S, int items) {
-    const int padded = padded_rows(S), blocks = ceil_div(S, kQueries);
-    Place<kTiles> place;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-        const Head head = head_of(projected, key_mask, columns, padded, item / blocks);
-        for (int first = 0; first < S; first += kKeys, place.advance()) {
-            unsigned char* to = ring + place.stage * kTileBytes;
-            Barrier* arrived = full + place.stage;
-            barrier_wait(empty + place.stage, place.parity ^ 1);
-            barrier_arrive_expect(arrived, kTileBytes);
-            for (int c = 0; c < 2 * kChunks + 1; ++c) {
-                const bf16* from = c < kChunks       ? head.key + c * head.piece
-                                   : c < 2 * kChunks ? head.value + (c - kChunks) * head.piece
-                                                     : head.mask;
-                copy_bulk(to + c * kPieceBytes, from + first * 8, kPieceBytes, arrived);
-            }
-        }
-    }
-}
 
 // p = 2^score, 16 keys after the other as wgmma takes A
 __device__ void exponentiate(const float (&score)[kStep / 2], uint32_t (&p)[kStep / 16][4]) {
@@ -117,40 +97,53 @@ __device__ void attend(const unsigned char* ring, Barrier* full, Barrier* empty,
 __global__ void __launch_bounds__(kCoreThreads, 1)
     core_kernel(bf16* projected, const bf16* key_mask, int columns, int S, int items) {
     DYNAMIC_SHARED(unsigned char, ring);
-    SHARED(Barrier, full, [kTiles]);
-    SHARED(Barrier, empty, [kTiles]);
+    SHARED(Barrier, full, [kTiles + 1]);
+    SHARED(Barrier, empty, [kTiles + 1]);
     const int warp = uniform_warp(), lane = threadIdx.x % kWarpSize;
     if (threadIdx.x == 0) {
-        for (int stage = 0; stage < kTiles; ++stage) {
+        for (int stage = 0; stage < kTiles + 1; ++stage) {
             barrier_init(full + stage, 1);
             barrier_init(empty + stage, kCoreWarps);
         }
         barrier_init_fence();
     }
     __syncthreads();
+    start_in_turn();
     if (warp >= kCoreWarps) {
         registers_decrease<24>();
         if (warp == kCoreWarps && lane == 0) {
-            load_keys(projected, key_mask, ring, full, empty, columns, S, items);
+            load_items(projected, key_mask, ring, full, empty, columns, S, items);
         }
         return;
     }
     registers_increase<kCoreRegisters>();
     const int blocks = ceil_div(S, kQueries), padded = padded_rows(S);
     const int at = lane / 4 * 8 + lane % 4 * 2;
+    const bf16* copied = reinterpret_cast<const bf16*>(ring + kTiles * kTileBytes) + warp * 128;
     Place<kTiles> place;
+    Place<1> query_place;
     uint32_t query[kSteps][4] = {};
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+    for (int turn = blockIdx.x; turn < items; turn += gridDim.x) {
+        const int item = item_of(turn, items);
         const Head head = head_of(projected, key_mask, columns, padded, item / blocks);
         const int row0 = item % blocks * kQueries + warp * 16;  // the warp's first
         // pair i of 8 · kChunks of a row
         const auto offset = [&](int i) { return i / 2 * head.piece + row0 * 8 + at + i % 2 * 64; };
         uint32_t gate[2 * kChunks];
+        if (QUERIES_AHEAD) barrier_wait(full + kTiles, query_place.parity);
 #pragma unroll
-        for (int i = 0; i < 4 * kChunks; ++i) {  // all loads at once: they come from DRAM
-            const bf16* from = i < 2 * kChunks ? head.query : head.gate;
-            uint32_t& to = i < 2 * kChunks ? query[i / 4][i % 4] : gate[i - 2 * kChunks];
-            to = row0 < S ? load_pair(from + offset(i % (2 * kChunks))) : 0;
+        for (int i = 0; i < 4 * kChunks; ++i) {  // all loads at once: they may come from DRAM
+            const bool queries = i < 2 * kChunks;
+            const bf16* from = QUERIES_AHEAD
+                                   ? copied + i / 2 * (kQueries * 8) + at + i % 2 * 64
+                                   : (queries ? head.query : head.gate) + offset(i % (2 * kChunks));
+            (queries ? query[i / 4][i % 4] : gate[i - 2 * kChunks]) =
+                row0 < S ? load_pair(from) : 0;
+        }
+        if (QUERIES_AHEAD) {
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + kTiles);
+            query_place.advance();
         }
         float sums[4 * (kChunks + 1)];
         attend(ring, full, empty, place, ceil_div(S, kKeys), query, sums);
@@ -184,30 +177,37 @@ EXPORT cudaError_t attention_hopper(
     __nv_bfloat16* out, int B, int S, int N, int columns, cudaStream_t stream) {
     const int padded = padded_rows(S), blocks = padded / kRows;
     const dim3 gemm_threads(kGemmThreads);
+    const auto persistent = [](int parts) { return dim3(std::min(parts, multiprocessors())); };
     bf16 *packed = workspace, *projected = packed + 5 * D * D;
+    // behind the largest part's matrices: the next prologue writes it while an epilogue still reads
+    bf16* key_mask = projected + int64_t(4) * columns * padded * D;
     if (cudaError_t error =
             LAUNCH(pack_kernel, dim3(ceil_div(5 * D * D / 8, 256)), dim3(256), 0, stream)(
                 query_weight, key_weight, value_weight, gate_weight, out_weight, packed)) {
         return error;
     }
+    if (COLUMNS > 0) columns = std::min(columns, COLUMNS);
     for (int first = 0; first < B * N; first += columns) {
-        const int count = columns < B * N - first ? columns : B * N - first;
+        const int count = std::min(columns, B * N - first);
         const dim3 grid(count * blocks);
-        bf16* key_mask = projected + int64_t(4) * count * padded * D;
-        if (cudaError_t error = LAUNCH(prologue_kernel, grid, gemm_threads, kGemmShared, stream)(
-                msa, mask, layer_norm_weight, layer_norm_bias, packed, gate_bias, projected,
-                key_mask, first, count, S, N)) {
+        if (cudaError_t error =
+                LAUNCH(prologue_kernel, grid, gemm_threads, kGemmShared, stream)
+                    .early(EARLY)(msa, mask, layer_norm_weight, layer_norm_bias, packed, gate_bias,
+                                  projected, key_mask, first, count, S, N)) {
             return error;
         }
         const int items = count * H * ceil_div(S, kQueries);
-        const dim3 persistent(items < multiprocessors() ? items : multiprocessors());
         if (cudaError_t error =
-                LAUNCH(core_kernel, persistent, dim3(kCoreThreads), kTiles * kTileBytes, stream)(
-                    projected, key_mask, count, S, items)) {
+                LAUNCH(core_kernel, persistent(items), dim3(kCoreThreads), kCoreShared, stream)
+                    .early(EARLY)(projected, key_mask, count, S, items)) {
             return error;
         }
-        if (cudaError_t error = LAUNCH(epilogue_kernel, grid, gemm_threads, kGemmShared, stream)(
-                projected, packed + 4 * D * D, out_bias, out, first, count, S, N)) {
+        const auto launch = RESIDENT
+                                ? LAUNCH(resident_kernel, persistent(count * padded / kTileRows),
+                                         dim3(kOutThreads), kResidentShared, stream)
+                                : LAUNCH(epilogue_kernel, grid, gemm_threads, kGemmShared, stream);
+        if (cudaError_t error = launch.early(EARLY)(projected, packed + 4 * D * D, out_bias, out,
+                                                    first, count, S, N)) {
             return error;
         }
     }

@@ -9,18 +9,26 @@
 #include "hopper.cuh"
 #include "msa_column_attention/bf16_rows.cuh"
 
+// Of a column in a block, 64 a warpgroup: 128, or 256 with a PAD of 256, which halves the weights
+// that leave L2 (0.8 GB in the prologue at af2, 130 µs at 6 TB/s) without a cluster. Predicts 0 to
+// 20 µs less at af2, and more at D = 64, whose weights are small and whose blocks become fewer.
+#ifndef GEMM_ROWS
+#define GEMM_ROWS 128
+#endif
+
 constexpr int kRowBytes = 16;  // of a chunk; 8 rows are a core matrix
-constexpr int kRows = 128;     // of a column in a block, 64 a warpgroup
-constexpr int kGemmWarps = 8;  // that multiply; one more loads
+constexpr int kRows = GEMM_ROWS;
+static_assert(PAD % kRows == 0, "PAD must be a multiple of a block's rows");
+constexpr int kGemmWarps = kRows / 16;  // that multiply; one more loads
 constexpr int kGemmThreads = (kGemmWarps + 1) * kWarpSize;
-constexpr int kGemmBlocks = D > 64 ? 2 : 3;  // on a multiprocessor
+constexpr int kGemmBlocks = kRows > 128 ? 1 : D > 64 ? 2 : 3;  // on a multiprocessor
 constexpr int kXStride =
     kRows * kRowBytes + 16;  // bytes from a chunk of x to the next: no conflict
 constexpr int kSlab = 32;    // channels of the weights in a stage of the ring
 constexpr int kOutputs = D % 128 == 0 ? 128 : 64;  // of a pass over x
 constexpr int kPasses = D / kOutputs;              // a weight matrix
 constexpr int kSlabBytes = kOutputs * kSlab * sizeof(bf16);
-constexpr int kSlabs = 5;
+constexpr int kSlabs = kRows > 128 ? 10 : 5;
 constexpr int kGemmShared = D / 8 * kXStride + kSlabs * kSlabBytes;
 
 // The operand `bytes` on in a stage of a ring whose first stage has the operand `first`; addresses
@@ -39,9 +47,17 @@ struct Place {
     }
 };
 
+// A kernel's start may overlap the end of the kernel before it, up to here. As the next one starts
+// only then, it finds all but the kernel before it ended.
+__device__ void start_in_turn() {
+    wait_for_previous_kernel();
+    next_kernel_may_start();
+}
+
 // packed: 5 weight matrices as slab after slab of kSlab / 8 chunks of kOutputs slots
 __global__ void pack_kernel(const bf16* query, const bf16* key, const bf16* value, const bf16* gate,
                             const bf16* out, bf16* packed) {
+    next_kernel_may_start();                              // which waits before it reads weights
     const int i = blockIdx.x * blockDim.x + threadIdx.x;  // chunk
     const int slot = i % kOutputs, chunk = i / kOutputs % (D / 8), pass = i / kOutputs / (D / 8);
     const int matrix = pass / kPasses, output = pass % kPasses * kOutputs + output_of_slot(slot);
@@ -53,7 +69,7 @@ __global__ void pack_kernel(const bf16* query, const bf16* key, const bf16* valu
     if (matrix < 5) store8(packed, i, load8(weight, output * (D / 8) + chunk));
 }
 
-// The loading warp of a GEMM: slabs one after the other.
+// The loading thread of a GEMM: slabs one after the other.
 __device__ void load_weights(const bf16* packed, unsigned char* ring, Barrier* full, Barrier* empty,
                              int slabs) {
     Place<kSlabs> place;
@@ -74,6 +90,21 @@ __device__ int uniform_warp() { return __shfl_sync(kFullMask, threadIdx.x / kWar
 __device__ void release_weights(Barrier* empty, Place<kSlabs>& read) {
     if (threadIdx.x % kWarpSize == 0) barrier_arrive(empty + read.stage);
     read.advance();
+}
+
+// finish(half, output, y) for what a thread's sums of a pass are: rows lane / 4 + 8 · half of its
+// warp's, and 8 neighbouring outputs.
+template <typename Finish>
+__device__ void for_outputs(const float (&sum)[kOutputs / 2], Finish finish) {
+#pragma unroll
+    for (int i = 0; i < kOutputs / 32; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float y[8];
+            for (int c = 0; c < 8; ++c) y[c] = sum[4 * (4 * i + c / 2) + 2 * half + c % 2];
+            finish(half, 32 * i + threadIdx.x % 4 * 8, y);
+        }
+    }
 }
 
 // A multiplying warp: finish(matrix, row, output, y) for its rows of x · weightsᵀ and 8
@@ -104,16 +135,9 @@ __device__ void multiply(const unsigned char* x, const unsigned char* ring, Barr
         }
         wgmma_wait<0>();
         release_weights(empty, read);
-#pragma unroll
-        for (int i = 0; i < kOutputs / 32; ++i) {
-            const int output = pass % kPasses * kOutputs + 32 * i + lane % 4 * 8;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                float y[8];
-                for (int c = 0; c < 8; ++c) y[c] = sum[4 * (4 * i + c / 2) + 2 * half + c % 2];
-                finish(pass / kPasses, row0 + 8 * half, output, y);
-            }
-        }
+        for_outputs(sum, [&](int half, int output, float (&y)[8]) {
+            finish(pass / kPasses, row0 + 8 * half, pass % kPasses * kOutputs + output, y);
+        });
     }
 }
 
@@ -146,22 +170,23 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
     start_ring(full, empty);
     if (warp == kGemmWarps) {
         if (threadIdx.x % kWarpSize == 0) {
+            start_in_turn();  // others write the workspace only after weights have come
             load_weights(packed, ring, full, empty, 4 * kPasses * (D / kSlab));
         }
     } else {
-        if (threadIdx.x < kRows) {
-            const int s = first + threadIdx.x;
+        if (threadIdx.x % kWarpSize < 16) {
+            const int row = warp * 16 + threadIdx.x % kWarpSize, s = first + row;
             const float keep = s < S && __bfloat162float(mask[(b * S + s) * N + n]) != 0;
             const uint32_t pair = pack_bf16(keep, keep);
-            kept[threadIdx.x] = keep;
+            kept[row] = keep;
             store8(key_mask, int64_t(local) * padded + s, make_uint4(pair, pair, pair, pair));
         }
         const auto place = [](int row, int chunk) { return chunk * (kXStride / kRowBytes) + row; };
-        layer_norm<16, D, D>(msa + ((b * S + first) * N + n) * D, int64_t(N) * (D / 8),
-                             threadIdx.x / kWarpSize * 16, S - first, layer_norm_weight,
-                             layer_norm_bias, reinterpret_cast<bf16*>(x), place);
+        layer_norm<16, D, D>(msa + ((b * S + first) * N + n) * D, int64_t(N) * (D / 8), warp * 16,
+                             S - first, layer_norm_weight, layer_norm_bias,
+                             reinterpret_cast<bf16*>(x), place);
         fence_async_proxy();
-        named_barrier(1, kGemmWarps * kWarpSize);
+        named_barrier(1 + warp / 4, 4 * kWarpSize);  // the warpgroup, whose rows these are
         const float query_scale = kLog2E * rsqrtf(kChannels);
         multiply<4>(x, ring, full, empty, [&](int matrix, int row, int output, float (&y)[8]) {
             const int piece = (matrix * columns + local) * (D / 8) + output / 8;
@@ -177,6 +202,14 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
             }
         });
     }
+}
+
+// 8 outputs of out_proj, those of one chunk of a row of msa
+__device__ void store_output(float (&y)[8], const bf16* bias, bf16* out, int64_t row, int chunk) {
+    float shift[8];
+    unpack(load8(bias, chunk), shift);
+    for (int c = 0; c < 8; ++c) y[c] += shift[c];
+    store8(out, row * (D / 8) + chunk, pack(y));
 }
 
 // out (B, S, N, D) = gated (columns, D / 8, padded, 8) · out_weight + out_bias
@@ -195,6 +228,7 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
     start_ring(full, empty);
     if (warp == kGemmWarps) {
         if (threadIdx.x % kWarpSize == 0) {
+            start_in_turn();
             barrier_arrive_expect(x_full, kRows * D * sizeof(bf16));
             for (int c = 0; c < D / 8; ++c) {
                 const int64_t from = (int64_t(local) * (D / 8) + c) * padded + first;
@@ -205,11 +239,8 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
     } else {
         barrier_wait(x_full, 0);
         multiply<1>(x, ring, full, empty, [&](int, int row, int output, float (&y)[8]) {
-            float bias[8];
-            unpack(load8(out_bias, output / 8), bias);
-            for (int c = 0; c < 8; ++c) y[c] += bias[c];
             const int s = first + row;
-            if (s < S) store8(out, ((b * S + s) * N + n) * (D / 8) + output / 8, pack(y));
+            if (s < S) store_output(y, out_bias, out, (b * S + s) * N + n, output / 8);
         });
     }
 }
