@@ -159,6 +159,15 @@ def _hopper_split(kernels: Any, module: Any, msa: Tensor, mask: Tensor) -> Tenso
     return out
 
 
+def _overlapping_kernels(kernels: Any, module: Any, msa: Tensor, mask: Tensor) -> Tensor:
+    B, S, N, _ = msa.shape
+    parameters = _parameters(module)
+    a, b = msa.new_empty(B, -(-N // 8), -(-S // 2), 512), msa.new_empty(B, -(-N // 32), S, 1024)
+    shifts, out = msa.new_empty(2), msa.new_empty(B, N, N, len(parameters.out_bias))
+    kernels.overlapping_kernels(msa, _row_mask(mask), *parameters, a, b, shifts, out, B, N)
+    return out
+
+
 def _sizes(*names: str) -> Callable[[Shape], dict[str, int]]:
     """`constants` of a stage that has these sizes at compile time."""
     return lambda shape: {name: getattr(shape, name) for name in names}
@@ -253,6 +262,12 @@ STAGES: tuple[Stage, ...] = (
         _hopper_split,
         constants=_sizes("D", "C"),
         unsupported=_at_most(D=256, C=32, P=RING_OUTPUTS),
+    ),
+    _stage(
+        "13_overlapping_kernels.cu",
+        _overlapping_kernels,
+        constants=_sizes("S", "D", "C", "P"),
+        unsupported=_at_most(S=32, D=64, C=32),
     ),
 )
 

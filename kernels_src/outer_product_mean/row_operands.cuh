@@ -2,9 +2,15 @@
 // tensor cores: how projections write them and how products read them.
 #pragma once
 
+#include "outer_product_mean/row_products.cuh"
 #include "outer_product_mean/split_projections.cuh"
 
 constexpr int kRowWords = kHidden / 2 + 4;  // pairs of h or k; 80 bytes, no bank conflicts
+
+// The power of two that a (matrix 0) or b is scaled by.
+__device__ int operand_shift(const Projections& projections, int matrix) {
+    return shift_of(projections, matrix) - (matrix == 0 ? kHeadroom : 0);
+}
 
 // a (matrix 0) or b of kTiles tiles of normalised rows, written from first_row on. The tiles share
 // what is read of the weights.
@@ -13,7 +19,7 @@ __device__ void project_rows(const Projections& projections, int matrix,
                              const float (*x)[2][kSteps][4], const float (*present)[2],
                              uint32_t (&to)[2][kRows][kRowWords], int first_row) {
     const int lane = threadIdx.x % kWarpSize;
-    const float scale = power_of_two(shift_of(projections, matrix));
+    const float scale = power_of_two(operand_shift(projections, matrix));
     float sums[kTiles][kColumnTiles][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -49,13 +55,4 @@ __device__ void load_operand(uint32_t (&operand)[2][4], const uint32_t (&from)[2
     for (int part = 0; part < 2; ++part) {
         ldmatrix_x4(operand[part], &from[part][row + lane % 16][step * 8 + lane / 16 * 4]);
     }
-}
-
-// d += a · b with operands in two parts; the products with a small part have a sum of their own,
-// so that chains of dependent mma are short and lose little.
-__device__ void multiply(float (&d)[4], float (&d_small)[4], const uint32_t (&a)[2][4],
-                         const uint32_t (&b)[2][2]) {
-    mma_m16n8k16_fp16(d_small, a[0], b[1]);
-    mma_m16n8k16_fp16(d_small, a[1], b[0]);
-    mma_m16n8k16_fp16(d, a[0], b[0]);
 }

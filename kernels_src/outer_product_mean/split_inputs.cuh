@@ -75,8 +75,9 @@ __global__ void __launch_bounds__(kThreads, 1)
         load_affine(affine, layer_norm_weight, layer_norm_bias);
         const bool is_a = warp < kColumnTiles;
         Projection projection;
-        scale_projection(projection, warp % kColumnTiles, is_a ? proj_a_weight : proj_b_weight,
-                         is_a ? proj_a_bias : proj_b_bias, affine);
+        scale_projection(projection, channel_of(warp % kColumnTiles, lane / 4),
+                         is_a ? proj_a_weight : proj_b_weight, is_a ? proj_a_bias : proj_b_bias,
+                         affine);
         store_projection(projections, is_a ? 0 : 1, warp % kColumnTiles, projection);
     }
     __syncthreads();

@@ -49,59 +49,64 @@ __device__ float quad_max(float value) {
     return fmaxf(value, __shfl_xor_sync(kFullMask, value, 2));
 }
 
-// row[d], row[d + 1]; zeros from D on
-__device__ float2 load_pair(const float* row, int d) {
-    if (D % 2 == 0) return d < D ? *reinterpret_cast<const float2*>(row + d) : make_float2(0, 0);
-    return make_float2(d < D ? row[d] : 0, d + 1 < D ? row[d + 1] : 0);
+// The four d of a step of 16 that a lane has, in mma's a as in its b: which columns of a, and rows
+// of b, they are said to be does not matter, as long as it is the same, and four neighbours are one
+// load of 16 bytes.
+__device__ int first_d(int step) { return step * 16 + threadIdx.x % 4 * 4; }
+
+// row[d] to row[d + 3]; zeros from D on
+__device__ float4 load_four(const float* row, int d) {
+    if (D % 4 == 0) return d < D ? load4(row + d) : make_float4(0, 0, 0, 0);
+    return make_float4(d < D ? row[d] : 0, d + 1 < D ? row[d + 1] : 0, d + 2 < D ? row[d + 2] : 0,
+                       d + 3 < D ? row[d + 3] : 0);
 }
 
 // Channel of column n of a projection's tile: a lane's results, columns 2t and 2t+1 of four tiles,
 // are the 8 channels from 8t on.
 __device__ int channel_of(int tile, int n) { return n / 2 * 8 + tile * 2 + n % 2; }
 
-// LayerNorm's scale (or shift) for the d that a lane has in mma's b.
+// LayerNorm's scale and shift for the d that a lane has.
 struct Affine {
-    float2 scale[kSteps][2], shift[kSteps][2];
+    float4 scale[kSteps], shift[kSteps];
 };
 __device__ void load_affine(Affine& affine, const float* layer_norm_weight,
                             const float* layer_norm_bias) {
 #pragma unroll
-    for (int at = 0; at < 2 * kSteps; ++at) {
-        const int d = at * 8 + threadIdx.x % 4 * 2;
-        affine.scale[at / 2][at % 2] = load_pair(layer_norm_weight, d);
-        affine.shift[at / 2][at % 2] = load_pair(layer_norm_bias, d);
+    for (int step = 0; step < kSteps; ++step) {
+        affine.scale[step] = load_four(layer_norm_weight, first_d(step));
+        affine.shift[step] = load_four(layer_norm_bias, first_d(step));
     }
 }
 
-// One tile of proj_a's or proj_b's weights, times LayerNorm's scale, as operands: mma's b.
+// Eight channels of proj_a's or proj_b's weights, times LayerNorm's scale, as operands: mma's b.
 struct Projection {
     uint32_t big[kSteps][2], small[kSteps][2];
-    float factor, constant;  // a sum · factor + constant is channel_of(tile, lane / 4)'s value
-    float bound;             // of the tile's values
+    float factor, constant;  // a sum · factor + constant is the lane's channel's value
+    float bound;             // of the eight channels' values
 };
 
-// By one warp. |a_h| ≤ √D ‖scale · weight_h‖ + |bias_h + Σ_d shift_d weight_hd|, by Cauchy and
-// Schwarz, and b_k likewise.
-__device__ void scale_projection(Projection& projection, int tile, const float* weight,
+// By one warp, channel h being the lane's, of lane / 4. |a_h| ≤ √D ‖scale · weight_h‖ + |bias_h +
+// Σ_d shift_d weight_hd|, by Cauchy and Schwarz, and b_k likewise.
+__device__ void scale_projection(Projection& projection, int h, const float* weight,
                                  const float* bias, const Affine& affine) {
-    const int lane = threadIdx.x % kWarpSize, h = channel_of(tile, lane / 4);
-    float2 scaled[kSteps][2];
-    float largest = 0, squares = 0, constant = 0;
+    float scaled[kSteps][4], largest = 0, squares = 0, constant = 0;
 #pragma unroll
-    for (int at = 0; at < 2 * kSteps; ++at) {
-        const float2 w =
-            h < C ? load_pair(weight + h * D, at * 8 + lane % 4 * 2) : make_float2(0, 0);
-        const float2 scale = affine.scale[at / 2][at % 2], shift = affine.shift[at / 2][at % 2];
-        scaled[at / 2][at % 2] = make_float2(w.x * scale.x, w.y * scale.y);
-        largest = fmaxf(largest, fmaxf(fabsf(w.x * scale.x), fabsf(w.y * scale.y)));
-        constant += w.x * shift.x + w.y * shift.y;
+    for (int step = 0; step < kSteps; ++step) {
+        const float4 w = h < C ? load_four(weight + h * D, first_d(step)) : make_float4(0, 0, 0, 0);
+        const float4 scale = affine.scale[step], shift = affine.shift[step];
+        const float products[4] = {w.x * scale.x, w.y * scale.y, w.z * scale.z, w.w * scale.w};
+        for (int e = 0; e < 4; ++e) {
+            scaled[step][e] = products[e];
+            largest = fmaxf(largest, fabsf(products[e]));
+        }
+        constant += w.x * shift.x + w.y * shift.y + w.z * shift.z + w.w * shift.w;
     }
     const int shift = shift_of(quad_max(largest));
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         for (int half = 0; half < 2; ++half) {
-            const float x = scaled[step][half].x * power_of_two(shift);
-            const float y = scaled[step][half].y * power_of_two(shift);
+            const float x = scaled[step][2 * half] * power_of_two(shift);
+            const float y = scaled[step][2 * half + 1] * power_of_two(shift);
             squares += x * x + y * y;
             split(x, y, projection.big[step][half], projection.small[step][half]);
         }
@@ -121,18 +126,16 @@ __device__ void load_tile(const float* msa, const float* mask, RowOf row_of,
         const int64_t row = row_of(half);
         present[half] = row >= 0 ? mask[row] : 0;
 #pragma unroll
-        for (int step = 0; step < 2 * kSteps; ++step) {
-            const int d = step * 8 + threadIdx.x % 4 * 2;
-            const float2 pair = load_pair(msa + max(row, int64_t(0)) * D, d);
-            x[half][step / 2][step % 2 * 2] = pair.x;
-            x[half][step / 2][step % 2 * 2 + 1] = pair.y;
+        for (int step = 0; step < kSteps; ++step) {
+            const float4 four = load_four(msa + max(row, int64_t(0)) * D, first_d(step));
+            x[half][step][0] = four.x, x[half][step][1] = four.y;
+            x[half][step][2] = four.z, x[half][step][3] = four.w;
         }
     }
 }
 
 // x·2^kInputShift = (msa - mean) / σ of both rows of a tile that the lane shares; four lanes a row
 __device__ void normalize(float (&x)[2][kSteps][4]) {
-    const int first_d = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         float sum = 0, squares = 0;
@@ -144,8 +147,7 @@ __device__ void normalize(float (&x)[2][kSteps][4]) {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
             for (int e = 0; e < 4; ++e) {
-                const int d = step * 16 + e / 2 * 8 + first_d + e % 2;
-                x[half][step][e] = d < D ? x[half][step][e] - mean : 0;
+                x[half][step][e] = first_d(step) + e < D ? x[half][step][e] - mean : 0;
                 squares += x[half][step][e] * x[half][step][e];
             }
         }
@@ -157,7 +159,8 @@ __device__ void normalize(float (&x)[2][kSteps][4]) {
     }
 }
 
-// Step `step` of the tile as mma's a: rows g, g + 8, g, g + 8, columns 2t, 2t + 1 and 8 further on
+// Step `step` of the tile as mma's a: rows g, g + 8, g, g + 8, two of the lane's d and the other
+// two
 __device__ void split_tile(const float (&x)[2][kSteps][4], int step, uint32_t (&big)[4],
                            uint32_t (&small)[4]) {
     for (int e = 0; e < 4; ++e) {
