@@ -57,10 +57,10 @@ QUESTIONS = (
             {**AHEAD, "COLUMNS": 66, "REVERSE": 1},  # 55 to 75
         ),
     ),
-    Question("outer_product_mean", "08", ("seed",), ({"ROW_PARTS": 2},)),
+    Question("outer_product_mean", "13", ("seed",), ({"EARLY": 0},)),
     Question(
         *("outer_product_mean", "11", ("af2", "extra")),
-        ({"DEPTH": 64}, {"CLUSTER": 4}, {"DEPTH": 64, "CLUSTER": 4}, {"EARLY": 0}),
+        ({"DEPTH": 32}, {"CLUSTER": 4}, {"EARLY": 0}),
     ),
     Question(
         *("outer_product_mean", "12", ("af2",)),

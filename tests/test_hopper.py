@@ -282,7 +282,7 @@ def test_how_blocks_share_and_how_deep_the_ring_is_change_nothing(seed):
     for define in (
         "#define CLUSTER 1\n",
         "#define CLUSTER 4\n",
-        "#define DEPTH 64\n",
+        "#define DEPTH 32\n",
         "#define TILES 2\n#define DEPTH 16\n",
     ):
         (out,) = outputs_of(stage.variant(define + stage.code, "variant"), seed, ["forward"])
