@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -258,6 +260,26 @@ def test_normal_form_drops_what_only_one_run_has():
     stream, picture = done.cells[0].outputs
     assert stream.text == "kept\nin ./results, .venv/bin\n"
     assert picture.metadata == {"image/png": {"width": 5}}
+
+
+WITHOUT_PLATFORMDIRS = """
+import sys
+
+def pytest_collection(session):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "platformdirs"]:
+        del sys.modules[name]
+    sys.modules["platformdirs"] = None  # as if it were not installed
+"""
+
+
+def test_where_packages_of_notebooks_are_missing_these_tests_are_skipped(tmp_path: Path):
+    """And a run of other tests does not end at this file. nbclient needs platformdirs by way of others."""
+    (tmp_path / "without.py").write_text(WITHOUT_PLATFORMDIRS)
+    command = [sys.executable, "-m", "pytest", "-p", "without", "-p", "no:cacheprovider", "--co", "-q", "-rs"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*command, __file__], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert "SKIPPED" in done.stdout and "platformdirs" in done.stdout, done.stdout
+    assert "error" not in done.stdout.lower()
 
 
 def _write(path: Path, sources: list[str]) -> None:
