@@ -29,8 +29,8 @@ OPTIONS = (
     *("--report-api-errors", "no"),  # torch asks the driver for things that it may not have
 )
 # To initcheck memory is written when it saw the write, so that it has to look at the kernels of PyTorch and
-# cuBLAS too, whose results ours read. What it finds in those does not count: that ours leave nothing unwritten
-# for them is what `check` finds, whose memory starts as NaN.
+# cuBLAS too, whose results ours read. What it finds in those does not count: whether ours leave anything
+# unwritten is for `check` to say, where memory starts as NaN.
 EVERY_KERNEL = (
     "--force-blocking-launches",  # reports one thread of a launch, and not each of a million
     *("--print-limit", "0"),  # so that nothing that is found in our kernels is hidden behind others
