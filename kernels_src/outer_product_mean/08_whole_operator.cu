@@ -5,10 +5,10 @@
 // first, then Σ_{s,k} T b, 4·B·S·N·C·P·(C·⌈N/32⌉ + N) operations, at seed 268 M where outer and
 // out_proj take 570 M. All on tensor cores, on operands in two parts (split_operands.cuh). Bytes
 // from L2: 4·(40·S·D + 8·C² + 2·C·D) a block, at seed 128 KB. Predicts at seed 7 µs in a graph.
-// Outcome: 12.1, in a run that results/ does not have: 20,000 cycles, a third of them issuing, as
-// three warps a scheduler hide little.
-// Clusters of 8 that shared the projections (6 predicted) took 17.7, very likely in two waves: a
-// card with a GPC of less than 16 multiprocessors holds 15 of the 16 clusters (a guess).
+// Outcome: 11.3. In a form that took 12.3 only 7,000 of 19,000 cycles had an instruction to issue:
+// three warps a scheduler hide little; yet twice the warps for the products took 7 % more. Clusters
+// of 8 that shared the projections (6 predicted) took 17.7, in two waves: the card holds 15 of the
+// 16 clusters at once (cudaOccupancyMaxActiveClusters), since not every GPC has 16 multiprocessors.
 // Shapes: S up to 8, D up to 64, C up to 32; all but B and N are compile-time constants.
 #include "outer_product_mean/row_operands.cuh"
 

@@ -1,12 +1,13 @@
 // Stage 13: two kernels that overlap
-// Against 08, rows are projected once, not 16 times over, by a kernel of small blocks that writes a
-// and b as the lanes of mma hold them, so that a block of the second kernel fetches its rows in two
-// bulk copies. The second is launched early (hopper.cuh): while the first runs, its blocks start,
-// fetch and split their part of out_weight, count the mask, and wait. Operations as in 08, of the
-// projections a 16th. Bytes from L2: 4·S·(D + 2·C) a row tile, 4·(40·S·C + 8·C²) a block, at seed
-// 72 KB. Predicts at seed 6.5 µs in a graph: 2.3 the first kernel, 0.5 to hand over, 3 the second
-// (in 08, the two products take 3,000 cycles of 19,000, the loads and projections 12,000, as ncu's
-// samples have it), 0.7 a launch.
+// Against 08 rows are projected once, not 16 times over, by a first kernel of small blocks that
+// leaves them as the lanes of the second one's mma hold them: a block fetches its rows in a few
+// bulk copies. Both launch early (hopper.cuh): while the first runs, the second's blocks fetch and
+// split out_weight and count the mask, and then wait. Operations as in 08, but the projections'
+// 16th part. Bytes from L2: 4·D·(16 + C) a row tile, then 4·(40·S·C + 8·C²) a block, at seed 72 KB.
+// Predicts at seed, from samples of 08 (two products a sixth of its cycles, loads and projections
+// two thirds): 6.5 µs in a graph, 2.3 of it the first kernel, 3 what the second does after it.
+// Outcome: 7.3. The second launched early takes 0.7 off 8.8, the first 0.8; before its blocks were
+// kept one to a multiprocessor, two sat on each that the first left free, and it took 1.6 more.
 // Shapes: S up to 32, D up to 64, C up to 32; all but B and N are compile-time constants.
 #include "outer_product_mean/row_tiles.cuh"
 
@@ -15,8 +16,8 @@
 #endif
 constexpr int kOutputs = 8;              // p of a block
 constexpr int kThreads = 8 * kWarpSize;  // a warp for 2 p and half of k
-// More than half of what a multiprocessor has: of two blocks on one, where the first kernel leaves
-// room for both, each would wait for the other.
+// More than half of what a multiprocessor has, so that no two blocks share one where the first
+// kernel leaves it free.
 constexpr int kSharedAtLeast = 120 * 1024;
 static_assert(S <= 32, "a block holds its rows of a and b in shared memory");
 

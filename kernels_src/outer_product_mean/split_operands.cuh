@@ -1,4 +1,5 @@
-// For stages 08 and 09: fp32 operands in two parts, and msa and the projections as such operands.
+// For stages 08, 09, 12 and 13: fp32 operands in two parts, and msa and the projections as such
+// operands.
 //
 // An operand is big + small, two fp16 that hold 22 bits; of the four products of two operands three
 // are made, small · small is below fp32's own rounding. So that values neither overflow fp16 nor
