@@ -19,7 +19,8 @@ from workbench.sources import inline_headers
 def test_a_stage_has_the_constants_that_are_tried(question):
     stage = OPERATORS[question.operator].stage(question.stage)
     text = inline_headers(stage.code, stage.source.parent)
-    defaults = dict(re.findall(r"#ifndef (\w+)(?: *//.*)?\n#define \1 (.+?)(?: *//.*)?\n", text))
+    found = re.findall(r"#ifndef (\w+)(?: *//.*)?\n#define \1 (.+?)(?: *//.*)?\n", text)
+    defaults = dict(reversed(found))  # the first definition stands
     for constants in question.tried:
         for name, value in constants.items():
             assert name in defaults, f"{stage.name} has no {name}; it has {', '.join(defaults)}"
