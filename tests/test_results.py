@@ -226,7 +226,7 @@ def edited(monkeypatch, number):
 
 
 def test_a_row_is_old_once_its_stage_has_changed(tmp_path, monkeypatch):
-    names = [OUTER.stage("04").name, OUTER.stage("08").name, "eager", "fused"]
+    names = [OUTER.stage("04").name, OUTER.stage("13").name, "eager", "fused"]
     store(tmp_path, OUTER, [row(OUTER, name) for name in names], RUN)
     assert not stored(tmp_path).is_old.any()
     edited(monkeypatch, "04")
@@ -238,7 +238,7 @@ def test_a_row_is_old_once_its_stage_has_changed(tmp_path, monkeypatch):
 def test_the_row_of_the_fused_module_is_old_once_it_takes_another_stage(tmp_path, monkeypatch):
     store(tmp_path, OUTER, [row(OUTER, "fused")], RUN)
     chosen = versions.fused_choice(row(OUTER, "fused"))
-    assert chosen == OUTER.stage("08").name
+    assert chosen == OUTER.stage("13").name
     fused = versions.fused_module(OUTER)
     monkeypatch.setattr(fused, "fastest_stage", staticmethod(lambda *call: OUTER.stage("07")))
     assert stored(tmp_path).is_old.all()
