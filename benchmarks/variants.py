@@ -34,29 +34,7 @@ class Question(NamedTuple):
     tried: tuple[dict[str, int], ...]
 
 
-# Of attention's stage 12: overlapping launches, queries copied ahead, out_proj weights that stay
-AHEAD = {"EARLY": 1, "QUERIES_AHEAD": 1, "RESIDENT": 1}
-
 QUESTIONS = (
-    Question(  # predicted µs less, of 650 at af2 and 960 at extra
-        *("msa_column_attention", "12", ("af2", "extra")),
-        (
-            {"EARLY": 1},  # 15 and 7
-            {"QUERIES_AHEAD": 1},  # 20 and 25
-            {"RESIDENT": 1},  # 25 and 5
-            AHEAD,  # 55 and 35
-            {**AHEAD, "REVERSE": 1},  # 0 to 5 more
-        ),
-    ),
-    Question(
-        *("msa_column_attention", "12", ("af2",)),
-        (
-            {"GEMM_ROWS": 256, "PAD": 256},  # 0 to 20
-            {**AHEAD, "GEMM_ROWS": 256, "PAD": 256},  # 55 to 70
-            {**AHEAD, "COLUMNS": 33},  # 55 to 95
-            {**AHEAD, "COLUMNS": 66, "REVERSE": 1},  # 55 to 75
-        ),
-    ),
     Question("outer_product_mean", "13", ("seed",), ({"EARLY": 0},)),
     Question(
         *("outer_product_mean", "11", ("af2", "extra")),

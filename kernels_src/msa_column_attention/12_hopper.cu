@@ -1,37 +1,28 @@
 // Stage 12: wgmma, bulk copies, warp specialisation
 // As 11, with Hopper's own instructions. Workspace and weights lie in wgmma's core matrices, chunks
-// of 8 channels one after the other, so that every copy is one piece for the copy engine. GEMMs:
-// two warpgroups multiply, one warp streams the weights. Core: persistent blocks of 256 queries;
-// one warp runs ahead with K and V, four warpgroups multiply, P in registers, V and the mask being
-// one operand. A warp whose Σ leaves 2^±60 repeats its 16 rows. Bytes and operations as in 11; K
-// and V leave L2 half as often. Predicts: af2 240 + 230 + 85 µs; extra 75 + 800 + 35 µs. Outcome:
-// af2 675 µs, extra 1.02 ms. Since then the core's offsets count 16 bytes (predicted 3 % of it
-// less: 4 and 11 µs less) and its polynomials are of degree 2 (5 %: 14 and 29). Clusters of two
-// that shared the weights by multicast went: they spared L2 half of that, and cost 8 and 13 µs.
+// of 8 channels one after the other, so that every copy is one piece for the copy engine. In each
+// kernel that multiplies one warp copies ahead of the others: weights stream past rows, keys and
+// values past 256 queries, rows past out_proj's weights. In the core P is in registers, V and mask
+// are one operand, and a warp whose Σ leaves 2^±60 repeats its 16 rows. Bytes and operations as in
+// 11; K and V leave L2 half as often. Predicts: af2 240 + 230 + 85 µs; extra 75 + 800 + 35 µs. It
+// took 675 µs and 1.02 ms, with cheaper offsets and polynomials 670 and 960 µs. Since then, in µs
+// less at af2 and extra, predicted and (seen): kernels that overlap 15, 7 (21, 5); queries copied
+// an item ahead 20, 25 (21, 0); out_proj's weights kept 25, 5 (12, 0); all three 55, 35 (49, 5).
+// Outcome: af2 0.62 ms, extra 0.96 ms.
 // Shapes: any B, S, N; D = 64, 128, 192, 256; d = 8, 16, 32, 64.
 #include "msa_column_attention/wgmma_core_loads.cuh"
-#include "msa_column_attention/wgmma_resident.cuh"
+#include "msa_column_attention/wgmma_epilogue.cuh"
 
 #include <algorithm>
 
 #ifndef POLYNOMIALS  // so many of 8 exponentials go to the FMA units
 #define POLYNOMIALS (D / H < 64 ? 3 : 2)
 #endif
-// 1: a kernel starts while the kernel before it ends: LayerNorm and barriers are under way before
-// the last blocks have ended. Predicts 2 to 3 µs less for each of 6 launches (af2) or 3 (extra).
-#ifndef EARLY
-#define EARLY 0
-#endif
-// Columns worked on at a time, if not as many as the workspace holds; wants EARLY. 33 of af2 are 35
-// MB, which L2 holds between kernels: 0.8 of 1.2 GB need not pass DRAM, for 30 launches more. A
-// kernel has 132 blocks then, or 4 items a block. Predicts 0 to 40 µs less; 66 columns, 0 to 20.
-#ifndef COLUMNS
-#define COLUMNS 0
-#endif
 static_assert(D % 64 == 0 && D <= 256, "D must be 64, 128, 192 or 256");
 static_assert(kChunks == 1 || kChunks == 2 || kChunks == 4 || kChunks == 8, "d: 8, 16, 32 or 64");
 
-// p = 2^score, 16 keys after the other as wgmma takes A
+// p = 2^score, 16 keys after the other as wgmma takes A. That polynomials are of degree 2 spared 14
+// µs at af2 and 29 at extra (predicted 5 % of the core).
 __device__ void exponentiate(const float (&score)[kStep / 2], uint32_t (&p)[kStep / 16][4]) {
 #pragma unroll
     for (int i = 0; i < kStep / 2; i += 2) {
@@ -118,33 +109,25 @@ __global__ void __launch_bounds__(kCoreThreads, 1)
     }
     registers_increase<kCoreRegisters>();
     const int blocks = ceil_div(S, kQueries), padded = padded_rows(S);
-    const int at = lane / 4 * 8 + lane % 4 * 2;
+    const int at = lane / 4 * 8 + lane % 4 * 2;  // a lane's pair in 8 rows of a chunk
+    // of the warp's rows all chunks of the queries, then of the gates
     const bf16* copied = reinterpret_cast<const bf16*>(ring + kTiles * kTileBytes) + warp * 128;
     Place<kTiles> place;
     Place<1> query_place;
     uint32_t query[kSteps][4] = {};
-    for (int turn = blockIdx.x; turn < items; turn += gridDim.x) {
-        const int item = item_of(turn, items);
+    for (int item = blockIdx.x; item < items; item += gridDim.x, query_place.advance()) {
         const Head head = head_of(projected, key_mask, columns, padded, item / blocks);
         const int row0 = item % blocks * kQueries + warp * 16;  // the warp's first
-        // pair i of 8 · kChunks of a row
-        const auto offset = [&](int i) { return i / 2 * head.piece + row0 * 8 + at + i % 2 * 64; };
         uint32_t gate[2 * kChunks];
-        if (QUERIES_AHEAD) barrier_wait(full + kTiles, query_place.parity);
+        barrier_wait(full + kTiles, query_place.parity);
 #pragma unroll
-        for (int i = 0; i < 4 * kChunks; ++i) {  // all loads at once: they may come from DRAM
-            const bool queries = i < 2 * kChunks;
-            const bf16* from = QUERIES_AHEAD
-                                   ? copied + i / 2 * (kQueries * 8) + at + i % 2 * 64
-                                   : (queries ? head.query : head.gate) + offset(i % (2 * kChunks));
-            (queries ? query[i / 4][i % 4] : gate[i - 2 * kChunks]) =
-                row0 < S ? load_pair(from) : 0;
+        for (int i = 0; i < 4 * kChunks; ++i) {
+            uint32_t& pair = i < 2 * kChunks ? query[i / 4][i % 4] : gate[i - 2 * kChunks];
+            const bf16* from = copied + i / 2 * (kQueries * 8) + at + i % 2 * 64;
+            pair = row0 < S ? load_pair(from) : 0;
         }
-        if (QUERIES_AHEAD) {
-            __syncwarp();
-            if (lane == 0) barrier_arrive(empty + kTiles);
-            query_place.advance();
-        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + kTiles);
         float sums[4 * (kChunks + 1)];
         attend(ring, full, empty, place, ceil_div(S, kKeys), query, sums);
         if (row0 >= S) continue;
@@ -161,13 +144,18 @@ __global__ void __launch_bounds__(kCoreThreads, 1)
             const int sum = i / 2 * 4 + i % 2 * 2;
             const float low = sums[sum] * inverse[i % 2] * low_half(gate[i]);
             const float high = sums[sum + 1] * inverse[i % 2] * high_half(gate[i]);
-            *reinterpret_cast<uint32_t*>(head.query + offset(i)) = pack_bf16(low, high);
+            bf16* to = head.query + i / 2 * head.piece + row0 * 8 + at + i % 2 * 64;
+            *reinterpret_cast<uint32_t*>(to) = pack_bf16(low, high);
         }
     }
 }
 
 // `workspace` holds 5 D² elements and (4 D + 8) · columns · padded_rows(S): the columns of the
-// batch, B · N of them, are worked on so many at a time.
+// batch, B · N of them, are worked on so many at a time. As many as L2 holds between kernels do not
+// pay: 33 at af2, 35 MB, took 909 µs, not 621 (predicted 0 to 40 less). They make 30 launches more,
+// of 132 blocks each.
+// early(): barriers, LayerNorm and out_proj's weights are under way before the last blocks of the
+// kernel before have ended.
 EXPORT cudaError_t attention_hopper(
     const __nv_bfloat16* msa, const __nv_bfloat16* mask, const __nv_bfloat16* layer_norm_weight,
     const __nv_bfloat16* layer_norm_bias, const __nv_bfloat16* query_weight,
@@ -175,8 +163,7 @@ EXPORT cudaError_t attention_hopper(
     const __nv_bfloat16* gate_weight, const __nv_bfloat16* gate_bias,
     const __nv_bfloat16* out_weight, const __nv_bfloat16* out_bias, __nv_bfloat16* workspace,
     __nv_bfloat16* out, int B, int S, int N, int columns, cudaStream_t stream) {
-    const int padded = padded_rows(S), blocks = padded / kRows;
-    const dim3 gemm_threads(kGemmThreads);
+    const int padded = padded_rows(S);
     const auto persistent = [](int parts) { return dim3(std::min(parts, multiprocessors())); };
     bf16 *packed = workspace, *projected = packed + 5 * D * D;
     // behind the largest part's matrices: the next prologue writes it while an epilogue still reads
@@ -186,28 +173,24 @@ EXPORT cudaError_t attention_hopper(
                 query_weight, key_weight, value_weight, gate_weight, out_weight, packed)) {
         return error;
     }
-    if (COLUMNS > 0) columns = std::min(columns, COLUMNS);
     for (int first = 0; first < B * N; first += columns) {
         const int count = std::min(columns, B * N - first);
-        const dim3 grid(count * blocks);
-        if (cudaError_t error =
-                LAUNCH(prologue_kernel, grid, gemm_threads, kGemmShared, stream)
-                    .early(EARLY)(msa, mask, layer_norm_weight, layer_norm_bias, packed, gate_bias,
-                                  projected, key_mask, first, count, S, N)) {
+        if (cudaError_t error = LAUNCH(prologue_kernel, dim3(count * padded / kRows),
+                                       dim3(kGemmThreads), kGemmShared, stream)
+                                    .early()(msa, mask, layer_norm_weight, layer_norm_bias, packed,
+                                             gate_bias, projected, key_mask, first, count, S, N)) {
             return error;
         }
         const int items = count * H * ceil_div(S, kQueries);
         if (cudaError_t error =
                 LAUNCH(core_kernel, persistent(items), dim3(kCoreThreads), kCoreShared, stream)
-                    .early(EARLY)(projected, key_mask, count, S, items)) {
+                    .early()(projected, key_mask, count, S, items)) {
             return error;
         }
-        const auto launch = RESIDENT
-                                ? LAUNCH(resident_kernel, persistent(count * padded / kTileRows),
-                                         dim3(kOutThreads), kResidentShared, stream)
-                                : LAUNCH(epilogue_kernel, grid, gemm_threads, kGemmShared, stream);
-        if (cudaError_t error = launch.early(EARLY)(projected, packed + 4 * D * D, out_bias, out,
-                                                    first, count, S, N)) {
+        const int tiles = count * padded / kTileRows;
+        if (cudaError_t error =
+                LAUNCH(epilogue_kernel, persistent(tiles), dim3(kOutThreads), kOutShared, stream)
+                    .early()(projected, packed + 4 * D * D, out_bias, out, first, count, S, N)) {
             return error;
         }
     }

@@ -1,23 +1,12 @@
 // What stage 12's core holds in shared memory, and the thread that brings it: keys and values in a
-// ring of tiles, and queries and gates of one item, which is kQueries rows of one head.
+// ring of tiles, and queries and gates an item ahead; an item is kQueries rows of one head. When
+// each warp loaded its own queries, an item (4.3 µs at af2, 47 a block) began with a wait for DRAM,
+// guessed to be about 1 µs that other warps hide in part. It was part of what holds the warps back:
+// copied ahead, 21 µs of 670 less at af2 (predicted 20), but none at extra (predicted 25).
 #pragma once
 
 #include "msa_column_attention/wgmma_heads.cuh"
 #include "msa_column_attention/wgmma_projections.cuh"
-
-// 1: the core's loading warp copies queries and gates an item ahead. 0: each warp loads its own
-// when it comes to them, and so begins an item (4.3 µs at af2, 47 a block) with a wait for DRAM,
-// about 1 µs that other warps hide in part. Predicts 20 µs less at af2 and 25 at extra.
-#ifndef QUERIES_AHEAD
-#define QUERIES_AHEAD 0
-#endif
-
-// 1: the core takes items from the last on, which the prologue has written last and L2 holds, so
-// that the epilogue, which begins with the first, finds them there too. Predicts 10 % of the core's
-// and the epilogue's bytes from L2, not DRAM: 0 to 5 µs less.
-#ifndef REVERSE
-#define REVERSE 0
-#endif
 
 constexpr int kCoreWarps = kChannels < 64 ? 16 : 8;         // that multiply; one more loads
 constexpr int kCoreThreads = (kCoreWarps + 4) * kWarpSize;  // registers go by warpgroups
@@ -30,9 +19,7 @@ constexpr int kTileBytes = (2 * kChunks + 1) * kPieceBytes;  // K, V and the mas
 constexpr int kTiles = kChannels < 64 ? 6 : 4;
 constexpr int kStep = 32;                               // keys multiplied at once
 constexpr int kQueryPieceBytes = kQueries * kRowBytes;  // one chunk of an item's rows
-constexpr int kCoreShared = kTiles * kTileBytes + QUERIES_AHEAD * 2 * kChunks * kQueryPieceBytes;
-
-__device__ int item_of(int turn, int items) { return REVERSE ? items - 1 - turn : turn; }
+constexpr int kCoreShared = kTiles * kTileBytes + 2 * kChunks * kQueryPieceBytes;
 
 // The queries and gates of an item, which begins at row `first` of its head.
 __device__ void load_queries(const Head& head, int first, int padded, unsigned char* to,
@@ -53,15 +40,12 @@ __device__ void load_items(bf16* projected, const bf16* key_mask, unsigned char*
     const int padded = padded_rows(S), blocks = ceil_div(S, kQueries);
     Place<kTiles> place;
     Place<1> query_place;
-    for (int turn = blockIdx.x; turn < items; turn += gridDim.x) {
-        const int item = item_of(turn, items);
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
         const Head head = head_of(projected, key_mask, columns, padded, item / blocks);
-        if (QUERIES_AHEAD) {
-            barrier_wait(empty + kTiles, query_place.parity ^ 1);
-            load_queries(head, item % blocks * kQueries, padded, ring + kTiles * kTileBytes,
-                         full + kTiles);
-            query_place.advance();
-        }
+        barrier_wait(empty + kTiles, query_place.parity ^ 1);
+        load_queries(head, item % blocks * kQueries, padded, ring + kTiles * kTileBytes,
+                     full + kTiles);
+        query_place.advance();
         for (int first = 0; first < S; first += kKeys, place.advance()) {
             unsigned char* to = ring + place.stage * kTileBytes;
             Barrier* arrived = full + place.stage;

@@ -1,7 +1,9 @@
-// Stage 12's kernels before and after the core: LayerNorm and the four projections, and out_proj,
-// with wgmma. A block multiplies kRows rows of one column, which stay in shared memory, by all
-// weights, which one warp streams past in slabs. Bytes: 2·(1 + 4 + 2)·B·N·S·D, and 2·5·D² of
-// weights a block from L2.
+// Stage 12's kernels before the core: weights packed, then LayerNorm and the four projections, with
+// wgmma. A block multiplies kRows rows of one column, which stay in shared memory, by all weights,
+// which one warp streams past in slabs. Bytes: 2·(1 + 4)·B·N·S·D, and 2·4·D² of weights a block
+// from L2. Clusters of two blocks that shared the weights by multicast spared L2 half of those, and
+// cost 8 µs at af2 and 13 at extra. Blocks of 256 rows spare as much (predicted 0 to 20 µs less at
+// af2), and took 617 µs, not 621: one stage measured twice differs by 4.
 //
 // Rows and weights lie in core matrices of wgmma: chunks of 8 channels, in each all rows.
 #pragma once
@@ -9,30 +11,24 @@
 #include "hopper.cuh"
 #include "msa_column_attention/bf16_rows.cuh"
 
-// Of a column in a block, 64 a warpgroup: 128, or 256 with a PAD of 256, which halves the weights
-// that leave L2 (0.8 GB in the prologue at af2, 130 µs at 6 TB/s) without a cluster. Predicts 0 to
-// 20 µs less at af2, and more at D = 64, whose weights are small and whose blocks become fewer.
-#ifndef GEMM_ROWS
-#define GEMM_ROWS 128
-#endif
-
 constexpr int kRowBytes = 16;  // of a chunk; 8 rows are a core matrix
-constexpr int kRows = GEMM_ROWS;
+constexpr int kRows = 128;     // of a column in a block, 64 a warpgroup
 static_assert(PAD % kRows == 0, "PAD must be a multiple of a block's rows");
 constexpr int kGemmWarps = kRows / 16;  // that multiply; one more loads
 constexpr int kGemmThreads = (kGemmWarps + 1) * kWarpSize;
-constexpr int kGemmBlocks = kRows > 128 ? 1 : D > 64 ? 2 : 3;  // on a multiprocessor
-constexpr int kXStride =
-    kRows * kRowBytes + 16;  // bytes from a chunk of x to the next: no conflict
-constexpr int kSlab = 32;    // channels of the weights in a stage of the ring
+constexpr int kGemmBlocks = D > 64 ? 2 : 3;        // on a multiprocessor
+constexpr int kXStride = kRows * kRowBytes + 16;   // from a chunk of x to the next: no conflict
+constexpr int kSlab = 32;                          // channels of the weights in a stage of the ring
 constexpr int kOutputs = D % 128 == 0 ? 128 : 64;  // of a pass over x
 constexpr int kPasses = D / kOutputs;              // a weight matrix
+constexpr int kProjectionPasses = 4 * kPasses;     // q, k, v and the gate
 constexpr int kSlabBytes = kOutputs * kSlab * sizeof(bf16);
-constexpr int kSlabs = kRows > 128 ? 10 : 5;
+constexpr int kSlabs = 5;
 constexpr int kGemmShared = D / 8 * kXStride + kSlabs * kSlabBytes;
 
 // The operand `bytes` on in a stage of a ring whose first stage has the operand `first`; addresses
-// in an operand count 16 bytes, and so do these offsets from the start: none is divided.
+// in an operand count 16 bytes, and so do these offsets from the start: none is divided, which
+// spared 4 µs at af2 and 11 at extra (predicted 3 % of the core).
 template <int kStageBytes>
 __device__ uint64_t operand_at(uint64_t first, int stage, int bytes) {
     return first + unsigned(stage * (kStageBytes / 16) + bytes / 16);
@@ -69,11 +65,11 @@ __global__ void pack_kernel(const bf16* query, const bf16* key, const bf16* valu
     if (matrix < 5) store8(packed, i, load8(weight, output * (D / 8) + chunk));
 }
 
-// The loading thread of a GEMM: slabs one after the other.
-__device__ void load_weights(const bf16* packed, unsigned char* ring, Barrier* full, Barrier* empty,
-                             int slabs) {
+// The loading thread: slabs one after the other.
+__device__ void load_weights(const bf16* packed, unsigned char* ring, Barrier* full,
+                             Barrier* empty) {
     Place<kSlabs> place;
-    for (int slab = 0; slab < slabs; ++slab, place.advance()) {
+    for (int slab = 0; slab < kProjectionPasses * (D / kSlab); ++slab, place.advance()) {
         Barrier* arrived = full + place.stage;
         barrier_wait(empty + place.stage, place.parity ^ 1);
         barrier_arrive_expect(arrived, kSlabBytes);
@@ -109,14 +105,14 @@ __device__ void for_outputs(const float (&sum)[kOutputs / 2], Finish finish) {
 
 // A multiplying warp: finish(matrix, row, output, y) for its rows of x · weightsᵀ and 8
 // neighbouring outputs.
-template <int kMatrices, typename Finish>
+template <typename Finish>
 __device__ void multiply(const unsigned char* x, const unsigned char* ring, Barrier* full,
                          Barrier* empty, Finish finish) {
     const int warp = uniform_warp(), lane = threadIdx.x % kWarpSize, row0 = warp * 16 + lane / 4;
     const uint64_t rows = wgmma_operand(x + warp / 4 * 64 * kRowBytes, kXStride, 128);
     const uint64_t weights = wgmma_operand(ring, kOutputs * kRowBytes, 128);
     Place<kSlabs> place, read;  // the slab that comes, and the one to give back
-    for (int pass = 0; pass < kMatrices * kPasses; ++pass) {
+    for (int pass = 0; pass < kProjectionPasses; ++pass) {
         float sum[kOutputs / 2];
 #pragma unroll
         for (int slab = 0; slab < D / kSlab; ++slab, place.advance()) {
@@ -141,7 +137,7 @@ __device__ void multiply(const unsigned char* x, const unsigned char* ring, Barr
     }
 }
 
-// Barriers of a GEMM's ring, ready for the whole block.
+// Barriers of the ring of weights, ready for the whole block.
 __device__ void start_ring(Barrier* full, Barrier* empty) {
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < kSlabs; ++stage) {
@@ -171,7 +167,7 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
     if (warp == kGemmWarps) {
         if (threadIdx.x % kWarpSize == 0) {
             start_in_turn();  // others write the workspace only after weights have come
-            load_weights(packed, ring, full, empty, 4 * kPasses * (D / kSlab));
+            load_weights(packed, ring, full, empty);
         }
     } else {
         if (threadIdx.x % kWarpSize < 16) {
@@ -188,7 +184,7 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
         fence_async_proxy();
         named_barrier(1 + warp / 4, 4 * kWarpSize);  // the warpgroup, whose rows these are
         const float query_scale = kLog2E * rsqrtf(kChannels);
-        multiply<4>(x, ring, full, empty, [&](int matrix, int row, int output, float (&y)[8]) {
+        multiply(x, ring, full, empty, [&](int matrix, int row, int output, float (&y)[8]) {
             const int piece = (matrix * columns + local) * (D / 8) + output / 8;
             if (matrix == 3) {
                 float bias[8];
@@ -200,47 +196,6 @@ __global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
                 for (int c = 0; c < 8; ++c) y[c] *= factor;
                 store8(projected, piece * padded + first + row, pack(y));
             }
-        });
-    }
-}
-
-// 8 outputs of out_proj, those of one chunk of a row of msa
-__device__ void store_output(float (&y)[8], const bf16* bias, bf16* out, int64_t row, int chunk) {
-    float shift[8];
-    unpack(load8(bias, chunk), shift);
-    for (int c = 0; c < 8; ++c) y[c] += shift[c];
-    store8(out, row * (D / 8) + chunk, pack(y));
-}
-
-// out (B, S, N, D) = gated (columns, D / 8, padded, 8) · out_weight + out_bias
-__global__ void __launch_bounds__(kGemmThreads, kGemmBlocks)
-    epilogue_kernel(const bf16* gated, const bf16* packed, const bf16* out_bias, bf16* out,
-                    int first_column, int columns, int S, int N) {
-    DYNAMIC_SHARED(unsigned char, x);
-    SHARED(Barrier, full, [kSlabs]);
-    SHARED(Barrier, empty, [kSlabs]);
-    SHARED(Barrier, x_full, [1]);
-    unsigned char* ring = x + D / 8 * kXStride;
-    const int padded = padded_rows(S), blocks = padded / kRows, warp = uniform_warp();
-    const int local = blockIdx.x / blocks, first = blockIdx.x % blocks * kRows;
-    const int64_t column = first_column + local, b = column / N, n = column % N;
-    if (threadIdx.x == 0) barrier_init(x_full, 1);
-    start_ring(full, empty);
-    if (warp == kGemmWarps) {
-        if (threadIdx.x % kWarpSize == 0) {
-            start_in_turn();
-            barrier_arrive_expect(x_full, kRows * D * sizeof(bf16));
-            for (int c = 0; c < D / 8; ++c) {
-                const int64_t from = (int64_t(local) * (D / 8) + c) * padded + first;
-                copy_bulk(x + c * kXStride, gated + from * 8, kRows * kRowBytes, x_full);
-            }
-            load_weights(packed, ring, full, empty, kPasses * (D / kSlab));
-        }
-    } else {
-        barrier_wait(x_full, 0);
-        multiply<1>(x, ring, full, empty, [&](int, int row, int output, float (&y)[8]) {
-            const int s = first + row;
-            if (s < S) store_output(y, out_bias, out, (b * S + s) * N + n, output / 8);
         });
     }
 }

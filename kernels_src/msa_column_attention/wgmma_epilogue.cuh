@@ -1,16 +1,11 @@
-// Stage 12's out_proj with weights that stay: persistent blocks hold all of them in shared memory,
-// and one thread copies rows several tiles ahead of the two warpgroups that multiply. Bytes: 4·B·N·
-// S·D, and 2·D² of weights a multiprocessor.
+// Stage 12's kernel after the core: out_proj, with weights that stay. Persistent blocks hold all of
+// them in shared memory, and one thread copies rows several tiles ahead of the two warpgroups that
+// multiply. Bytes: 4·B·N·S·D, and 2·D² of weights a multiprocessor. Against blocks that each waited
+// for their rows and fetched the weights again, predicted 25 µs less at af2 and 5 at extra; it was
+// 12 and none.
 #pragma once
 
 #include "msa_column_attention/wgmma_projections.cuh"
-
-// 1: this kernel in place of epilogue_kernel, which waits for its rows in every block and fetches
-// the weights again. Predicts 55 µs, not 85, at af2 (200 MB at 4.2 TB/s, and 7 to begin and end),
-// and 5 µs less at extra.
-#ifndef RESIDENT
-#define RESIDENT 0
-#endif
 
 constexpr int kOutWarps = 8;  // that multiply; one more loads
 constexpr int kOutThreads = (kOutWarps + 1) * kWarpSize;
@@ -21,7 +16,7 @@ constexpr int kPassBytes = kOutputs * D * sizeof(bf16);
 constexpr int kWeightBytes = kPasses * kPassBytes;
 constexpr int kRowsBytes = kTileRows * D * sizeof(bf16);
 constexpr int kRowStages = D > 64 ? (225 * 1024 - kWeightBytes) / kRowsBytes : 8;
-constexpr int kResidentShared = kWeightBytes + kRowStages * kRowsBytes;
+constexpr int kOutShared = kWeightBytes + kRowStages * kRowsBytes;
 
 // The loading thread: the weights, and then rows tile by tile.
 __device__ void load_rows(const bf16* gated, const bf16* packed, unsigned char* weights,
@@ -46,9 +41,17 @@ __device__ void load_rows(const bf16* gated, const bf16* packed, unsigned char* 
     }
 }
 
-// As epilogue_kernel.
+// 8 outputs of out_proj, those of one chunk of a row of msa
+__device__ void store_output(float (&y)[8], const bf16* bias, bf16* out, int64_t row, int chunk) {
+    float shift[8];
+    unpack(load8(bias, chunk), shift);
+    for (int c = 0; c < 8; ++c) y[c] += shift[c];
+    store8(out, row * (D / 8) + chunk, pack(y));
+}
+
+// out (B, S, N, D) = gated (columns, D / 8, padded, 8) · out_weight + out_bias
 __global__ void __launch_bounds__(kOutThreads, 1)
-    resident_kernel(const bf16* gated, const bf16* packed, const bf16* out_bias, bf16* out,
+    epilogue_kernel(const bf16* gated, const bf16* packed, const bf16* out_bias, bf16* out,
                     int first_column, int columns, int S, int N) {
     DYNAMIC_SHARED(unsigned char, shared);
     SHARED(Barrier, full, [kRowStages + 1]);  // the last one is the weights'
