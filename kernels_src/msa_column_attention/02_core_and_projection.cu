@@ -6,7 +6,7 @@
 // Bytes: 20·B·S·N·D, and 4·D² of out_weight a block from L2.
 // Operations: 01's and 2·B·S·N·D².
 // Predicts at seed: the kernel up by 10 µs of uncoalesced weights, the call down by three launches.
-// Outcome: 46.6 µs in a graph, 11 more than 01, though three kernels went; a call 404 µs, 30 less.
+// Outcome: 46.5 µs in a graph, 11 more than 01, though three kernels went; a call 148 µs, 38 less.
 // At one line a cycle in L1, a block's 1,024 loads of 32 lines each take 17 µs.
 // Shapes: any with 4·(4·S·D + S² + S) bytes of shared memory within a block's 227 KB.
 #include "cuda.cuh"

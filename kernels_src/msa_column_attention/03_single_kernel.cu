@@ -7,7 +7,7 @@
 // Operations: 10·B·S·N·D² + 4·B·N·S²·D.
 // Predicts at seed: 60–100 µs for the kernel, more than eager's own kernels take; a call of about
 // the same, a seventh of eager's 700 µs.
-// Outcome: 114 µs, a call 119. A block's 5,120 loads of 32 lines each take 83 µs, at one line a
+// Outcome: 114 µs, a call 115. A block's 5,120 loads of 32 lines each take 83 µs, at one line a
 // cycle in L1; most of the rest are the idle threads (04 saves 15 µs).
 // Shapes: any with 4·(6·S·D + S² + S) bytes of shared memory (13 KB at seed) within 227 KB.
 #include "cuda.cuh"

@@ -5,7 +5,7 @@
 // Bytes and operations: as 03.
 // Predicts at seed: 64 blocks leave no SM a second block whatever their size, so only more warps
 // hide the latency of the weights: 512 threads win, and 128 lose to them by nearly three.
-// Outcome: 96.1 µs at 512, 3 % less than 04 at 256: the weights' 83 µs (03) are L1's throughput,
+// Outcome: 95.8 µs at 512, 3 % less than 04 at 256: the weights' 83 µs (03) are L1's throughput,
 // which more warps do not raise. No other size is recorded.
 // Shapes: any with 4·S·(6·D + THREADS/32 + 1) bytes of shared memory within a block's 227 KB.
 #include "cuda.cuh"

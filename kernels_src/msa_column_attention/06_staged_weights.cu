@@ -6,7 +6,7 @@
 // Bytes and operations: as 03.
 // Predicts at seed: 12–15 µs, a fifth of 05. What is left is five exposed trips to L2, one a
 // matrix, and two shared-memory reads for every multiply-add.
-// Outcome: 21.3 µs. The compiler starts 4 loads and stores them before it starts the next 4 (SASS),
+// Outcome: 21.2 µs. The compiler starts 4 loads and stores them before it starts the next 4 (SASS),
 // so 20 trips are exposed, not five; a block's 10,240 reads of shared memory take another 5 µs.
 // Shapes: any with 4·((6·S + min(64, D))·(D|1) + 9·S) bytes of shared memory within 227 KB.
 #include "cuda.cuh"

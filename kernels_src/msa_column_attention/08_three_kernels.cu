@@ -2,13 +2,13 @@
 // One block a column holds all of a column, so S is limited and every block reads every weight.
 // Here LayerNorm with the projections, attention and out_proj are kernels of their own: the first
 // and last multiply tiles (fp32_projections.cuh); attention keeps only keys and values of one head
-// in shared memory, and a warp takes 4 queries past them.
-// Bytes: 48·B·S·N·D: q, k, v and g (and the attended rows in q's place) pass through memory.
-// Operations: as 03. Peak: 24·B·S·N·D bytes, 1.2 GB at af2.
-// Predicts: loses at seed (12 µs: three launches, 16 blocks in the first); wins at af2, which no
-// block of 03 to 07 could hold: 2.9 ms projections at 45 TFLOP/s, 3.5 attention, whose 8 reads of
-// shared memory for 16 multiply-adds bound it. Outcome at seed: 25.5 µs. SASS shows 20 trips to
-// memory in a row in the first kernel, 8 of them LayerNorm's, with no other warp to hide them.
+// in shared memory, and a warp takes 4 queries past them. Bytes: 48·B·S·N·D: q, k, v and g (and the
+// attended rows in q's place) pass through memory. Operations: as 03. Peak: 24·B·S·N·D bytes, 1.2
+// GB at af2. Predicts: loses at seed (12 µs: three launches, 16 blocks in the first); wins at af2,
+// which no block of 03 to 07 could hold: 2.9 ms projections at 45 TFLOP/s, 3.5 attention, whose 8
+// reads of shared memory for 16 multiply-adds bound it. Outcome: af2 11.2 ms; seed 25.4 µs. SASS
+// shows 20 trips to memory in a row in the first kernel, 8 of them LayerNorm's, with no other warp
+// to hide them.
 // Shapes: D/H = 4, 8 … 128, S while a head's keys, values and 32 rows of scores fit 227 KB.
 #include "msa_column_attention/fp32_projections.cuh"
 

@@ -7,7 +7,7 @@
 // Predicts at seed: 4 µs in a graph: 0.9 launch, 0.4 for the first loads, 0.8 for 80 KB at 64 bytes
 // a cycle, 0.6 attention, 0.3 out_proj, the rest to store and end. BLOCKS 2, a cluster for each
 // column, halves the 0.8 and splits the instructions, for two cluster barriers: 0.3 less.
-// Outcome: 3.86 µs with BLOCKS 1.
+// Outcome: 3.77 µs with BLOCKS 1.
 // Shapes: S ≤ 8, D = 16·H ≤ 64: a warp holds three matrices' tiles, 3·D/2 registers.
 #include "hopper.cuh"
 

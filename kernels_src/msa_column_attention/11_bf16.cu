@@ -3,12 +3,12 @@
 // has no maximum, subtraction, mask or sum: while 2^-60 < Σ < 2^60, exp2 of the plain score loses
 // nothing; a block that finds Σ outside starts again with a running maximum. Masked keys are zero
 // rows of V; Σ is one more column of P·V, with the mask in V's place. Some exponentials are
-// polynomials, to share them between FMA and special-function units. Columns pass in parts.
-// Bytes: 24·B·N·S·D. Operations: 10·B·S·N·D² + 4·B·N·S²·D, B·N·S²·H exponentials.
-// Predicts: af2 235 + 250 + 65 µs (core: a tile of 64 × 64 scores takes 230 cycles of mma.sync, at
-// 62 % of wgmma's rate); extra 75 + 640 + 35 µs (690 instructions a warp for 32 × 128 scores).
-// Outcome: af2 982 µs. The GEMMs issue as much to finish a pass (1,330) as to multiply (8 · 171),
-// with 2 warps a scheduler to overlap them (246 registers), and so run half as fast: a guess.
+// polynomials, to share them between FMA and special-function units. Columns pass in parts. Bytes:
+// 24·B·N·S·D. Operations: 10·B·S·N·D² + 4·B·N·S²·D, B·N·S²·H exponentials. Predicts: af2 235 + 250
+// + 65 µs (core: a tile of 64 × 64 scores takes 230 cycles of mma.sync, at 62 % of wgmma's rate);
+// extra 75 + 640 + 35 µs (690 instructions a warp for 32 × 128 scores). Outcome: af2 887 µs, extra
+// 974. The GEMMs issue as much to finish a pass (1,330) as to multiply (8 · 171), with 2 warps a
+// scheduler to overlap them (246 registers), and so run half as fast: a guess.
 // Shapes: any B, S, N; D up to 256; d = 8, 16, 24 … 128.
 #include "msa_column_attention/mma_projections.cuh"
 

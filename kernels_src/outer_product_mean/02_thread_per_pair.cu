@@ -6,7 +6,7 @@
 // (h,k). Operations: 2·B·S·N²·C². Bytes: 4·B·(2·S·N·C + S·N + N²·C²), the result in partly filled
 // sectors. Predicts at seed: 250 µs for this kernel, 244 more than 04's: one warp at most on a
 // scheduler hides no latency, and 1,024 outputs one after another take about 0.25 µs each.
-// Outcome: 496.5 µs with PyTorch's kernels, 419 more than 04, 0.41 µs an output: the loads of b
+// Outcome: 495 µs with PyTorch's kernels, 418 more than 04, 0.41 µs an output: the loads of b
 // touch 32 sectors too, 8 times an output, which the prediction forgot (a guess).
 // Shapes: all.
 #include "cuda.cuh"

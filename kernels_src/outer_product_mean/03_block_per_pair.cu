@@ -5,7 +5,7 @@
 // apart and its store touches 32 sectors where 4 would do (04 mends it). Each thread still counts
 // the mask by itself. Operations: 2·B·S·N²·C². Bytes: a and b from L2, 8·B·N²·S·C; the result,
 // 4·B·N²·C², in 8 times as many sector writes as needed. Predicts at seed: 14 µs for this kernel, 8
-// more than 04's, the uncoalesced stores most of it. Outcome: 106 µs with PyTorch's kernels, 29
+// more than 04's, the uncoalesced stores most of it. Outcome: 104 µs with PyTorch's kernels, 27
 // more than 04. Its 262,144 sectors, each written in 8 pieces, must cost L2 more than the bytes
 // that were reckoned with (a guess).
 // Shapes: C up to 32 (a thread each), and 8·S·C bytes of shared memory within a block's 227 KB.

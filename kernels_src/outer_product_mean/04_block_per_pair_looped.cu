@@ -5,7 +5,7 @@
 // 2·B·S·N²·C². Bytes: a and b from L2, 8·B·N²·S·C; the result, 4·B·N²·C², at last in full sectors:
 // at seed 8.4 MB, 2 µs at 4.3 TB/s. Predicts at seed: 6 µs for this kernel: 2,048 blocks in two
 // waves of about 2 µs latency, and the stores. Still two shared loads a multiply-add, so at af2 it
-// is bound by shared memory, at 1/8 of the arithmetic's rate. Outcome: 77.3 µs with PyTorch's
+// is bound by shared memory, at 1/8 of the arithmetic's rate. Outcome: 76.8 µs with PyTorch's
 // kernels, which are most of it: see 05. Three waves, not two: 40 registers a thread leave six
 // blocks, where eight were reckoned with.
 // Shapes: 8·S·C bytes of shared memory within a block's 227 KB.

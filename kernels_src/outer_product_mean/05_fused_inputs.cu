@@ -6,8 +6,8 @@
 // 2·B·S·N²·C². Bytes: 4·B·S·N·(D + 2·C), 8·D·C of weights a block from L2, and 04's 8·B·N²·S·C and
 // 4·B·N²·C². Predicts at seed: inputs' kernel 5 µs (16 blocks: latency alone), in a graph 20 µs
 // less than 04 and a call down by seven launches, about 30 µs; at af2 0.4 ms for the inputs'
-// kernel. Outcome: 46.2 µs, 31 less than 04, so PyTorch's seven take some 5 µs each (a guess); and
-// a call of 266 µs, 208 less: with each goes PyTorch's work on the host, 30 µs and not the 4 of a
+// kernel. Outcome: 45.8 µs, 31 less than 04, so PyTorch's seven take some 5 µs each (a guess); and
+// a call of 89 µs, 80 less: with each goes PyTorch's work on the host, 11 µs and not the 4 of a
 // launch.
 // Shapes: as 04; C is a compile-time constant from here on.
 #include "outer_product_mean/inputs.cuh"

@@ -6,9 +6,9 @@
 // before, so that a warp reads 512 contiguous bytes. Operations: 06's and 2·B·N²·C²·P. Bytes: the
 // result, 4·B·N²·P; from L2 8·B·N²·C²·S/128 and 4·C²·P a block, at af2 4.8 + 4.8 GB. Predicts at
 // af2: 5.2 ms, as much as eager's products, with 0.13 GB where eager has 1.46; at seed 18 µs: 128
-// blocks want 64 MB of weights from L2 (08 mends it). Outcome at seed: 42.8 µs. With one block on
-// a multiprocessor, two warps a scheduler, nobody works while a warp waits for L2: 64 times, as it
-// takes its 128 channels two by two. That alone is some 20 µs (a guess).
+// blocks want 64 MB of weights from L2 (08 mends it). Outcome: af2 5.5 ms; seed 42.4 µs. With one
+// block on a multiprocessor, two warps a scheduler, nobody works while a warp waits for L2: 64
+// times, as it takes its 128 channels two by two. That alone is some 20 µs (a guess).
 // Shapes: C up to 32 (padded to 32), any other size.
 #include "outer_product_mean/inputs.cuh"
 #include "tensor_core.cuh"

@@ -5,7 +5,7 @@
 // first, then Σ_{s,k} T b, 4·B·S·N·C·P·(C·⌈N/32⌉ + N) operations, at seed 268 M where outer and
 // out_proj take 570 M. All on tensor cores, on operands in two parts (split_operands.cuh). Bytes
 // from L2: 4·(40·S·D + 8·C² + 2·C·D) a block, at seed 128 KB. Predicts at seed 7 µs in a graph.
-// Outcome: 11.3. In a form that took 12.3 only 7,000 of 19,000 cycles had an instruction to issue:
+// Outcome: 11.2. In a form that took 12.3 only 7,000 of 19,000 cycles had an instruction to issue:
 // three warps a scheduler hide little; yet twice the warps for the products took 7 % more. Clusters
 // of 8 that shared the projections (6 predicted) took 17.7, in two waves: the card holds 15 of the
 // 16 clusters at once (cudaOccupancyMaxActiveClusters), since not every GPC has 16 multiprocessors.

@@ -5,9 +5,9 @@
 // as operands. mma truncates what it adds, so sums over s are added 16 by 16 in fp32. Operations:
 // 2·B·S·N²·C² + 2·B·N²·C²·P, three times: 580 G at af2. Bytes: 4·B·S·N·D, 4·B·N²·P; from L2 1,536·S
 // + 4·C²·P a block, at af2 4,608 blocks of 0.8 + 0.5 MB: 6 GB. Predicts at af2: 1.3 ms, 0.97 of it
-// mma at 600 TFLOP/s; peak 0.13 GB beside the inputs. Outcome: 1.9, in a run that
-// results/ does not have, as two warps a scheduler, that wait for each other every 96 mma, reach
-// half of that (12 mends it); at seed, which it is not meant for, 24.1 µs in three launches.
+// mma at 600 TFLOP/s; peak 0.13 GB beside the inputs. Outcome: 1.85, as two warps a scheduler, that
+// wait for each other every 96 mma, reach half of that (12 mends it); at seed, which it is not
+// meant for, 23.7 µs in three launches.
 // Shapes: D up to 256, C up to 32 (padded to 32), any other size.
 #include "outer_product_mean/split_inputs.cuh"
 

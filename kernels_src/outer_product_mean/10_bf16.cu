@@ -6,9 +6,9 @@
 // (N,N,C²) exists only as the 64 KB of a tile, which take the ring's place. Operations: 2·B·S·N²·C²
 // + 2·B·N²·C²·P, at extra 309 + 39 G. Bytes from L2: 768·S + 256 K a tile, B·N²/32 tiles: 4.8 GB at
 // extra, of them 1.2 GB for out_weight, which every tile reads again. Predicts: extra 0.9 ms at 6
-// TB/s from L2 and 60 % of the tensor cores' rate; af2 0.55 ms. Outcome: extra 1.42 ms. 218
-// registers leave one block, two warps a scheduler: nothing runs under out_proj, which waits for L2
-// 16 times a tile (a guess).
+// TB/s from L2 and 60 % of the tensor cores' rate; af2 0.55 ms. Outcome: extra 1.29 ms, af2 0.79.
+// 218 registers leave one block, two warps a scheduler: nothing runs under out_proj, which waits
+// for L2 16 times a tile (a guess).
 // Shapes: any B, S, N, P; C up to 32 (padded to 32), D up to 512.
 #include "outer_product_mean/bf16_tiles.cuh"
 

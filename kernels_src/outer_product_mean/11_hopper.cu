@@ -7,8 +7,8 @@
 // twice 64 KB of products leave shared memory at 128 bytes a cycle) and 1,000 without products.
 // Bytes from L2: 512·S a tile, and out_proj's weights again for every tile of a cluster, 256 KB for
 // each 128 of P: at extra 2.4 + 0.6 GB. Predicts: extra 0.48 ms, 30 µs of it the inputs; af2 0.32
-// ms; extra_long 1.9 ms. Outcome: extra 0.66 ms: at 10's 6 TB/s L2 needs 0.5 by itself, and cannot
-// always be hidden (a guess).
+// ms; extra_long 1.9 ms. Outcome: extra 0.55, af2 0.38, extra_long 2.03 ms: at 10's 6 TB/s L2 needs
+// 0.5 by itself, and cannot always be hidden (a guess).
 // Shapes: any B, S, N; C up to 32 (padded to 32), D up to 512, P below 2^19.
 #ifndef DEPTH
 #define DEPTH 64  // fewer and larger steps than stage 10's 32: fewer barriers, 2 to 3 % less time
