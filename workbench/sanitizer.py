@@ -109,7 +109,10 @@ def _verdict(
     expected = {0: ["0"], FINDING_STATUS: [str(len(found))]}  # or some finding is not known
     if DONE in log.splitlines() and total == expected.get(status):
         return "passed", ""
-    return "not run", log.strip()[-400:]
+    before, _, traceback = log.partition("Traceback (most recent call last)")
+    raised = re.findall(r"^\S+(?:Error|Exception): .+", traceback, re.MULTILINE)
+    said = f"{raised[-1]}; in: {_last_line_of_program(before)}" if raised else log.strip()[-400:]
+    return "not run", said
 
 
 def findings(log: str) -> list[Finding]:
