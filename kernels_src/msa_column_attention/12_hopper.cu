@@ -126,6 +126,7 @@ __global__ void __launch_bounds__(kCoreThreads, 1)
             const bf16* from = copied + i / 2 * (kQueries * 8) + at + i % 2 * 64;
             pair = row0 < S ? load_pair(from) : 0;
         }
+        // All lanes have read before lane 0 arrives; racecheck overlooks that, and reports 31.
         __syncwarp();
         if (lane == 0) barrier_arrive(empty + kTiles);
         float sums[4 * (kChunks + 1)];
