@@ -91,7 +91,7 @@ OURS = (
         ("memcheck", "========= ERROR SUMMARY: 0 errors", 0, "not run", "0 errors"),  # ended before its end
         ("memcheck", "", 0, "not run", ""),
         ("memcheck", "========= Error: Device not supported.", 1, "not run", "Device not supported"),
-        ("memcheck", f"01_a odd\nTraceback (most recent call last):\n  x\n"
+        ("memcheck", "01_a odd\nTraceback (most recent call last):\n  x\n"
          "torch.OutOfMemoryError: CUDA out of memory\nSearch the web\n========= ERROR SUMMARY: 0 errors", 1,
          "not run", "torch.OutOfMemoryError: CUDA out of memory; in: 01_a odd"),
         ("memcheck", WRITE, 86, "failed",
