@@ -314,6 +314,8 @@ def test_sentences_follow_the_numbers():
     assert "launching" not in said
     slow_call = pd.DataFrame([row("01_a", 5, call_us=25)])
     assert "launching it costs more" in " ".join(reading(slow_call))
+    past_the_bound = pd.DataFrame([row("12_a", 20, percent_of_bound=110.0)])
+    assert "20 µs, less than the 22 µs that exponentials" in " ".join(reading(past_the_bound))
 
 
 def test_a_timeline_counts_kernels_and_busy_time():

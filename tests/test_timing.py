@@ -66,8 +66,10 @@ def test_the_bound_is_what_takes_longest():
 
 
 def test_fp32_may_use_tensor_cores_on_split_operands():
-    assert CEILINGS.matrix_tflops("fp32") == pytest.approx(400 / 3)
-    assert Ceilings(4000, 50, 100, 750, 1).matrix_tflops("fp32") == 50
+    """Three products for one, of TF32 or of fp16, which is as fast as bf16."""
+    assert Ceilings(4000, 50, 400, 750, 1).matrix_tflops("fp32") == pytest.approx(250)
+    assert Ceilings(4000, 50, 400, 300, 1).matrix_tflops("fp32") == pytest.approx(400 / 3)
+    assert Ceilings(4000, 50, 100, 90, 1).matrix_tflops("fp32") == 50
 
 
 def test_intensity_doubles_with_half_the_bytes():

@@ -7,6 +7,7 @@ the numbers came from, see `caption_of`.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ MARKERS = {"fp32": "o", "tf32": "^", "bf16": "s"}
 GREY = "#666666"
 SHAPE_COLOURS = ("#009E73", "#0072B2", "#CC79A7", "#D55E00", "#E69F00", "#56B4E9")
 WIDTH = 7.2  # inches: a page's column
+CAPTION_COLUMNS = 140  # of its small type, in that width
 STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib
     "font.size": 9,
@@ -211,7 +213,7 @@ def styled_figure(caption: str, height: float) -> Iterator[Figure]:
     """A figure in the project's style, with its caption below. Not registered with pyplot: nothing leaks."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, height + 0.25), layout="constrained")
-        figure.supxlabel(caption, fontsize=6.5, color=GREY)
+        figure.supxlabel(textwrap.fill(caption, CAPTION_COLUMNS), fontsize=6.5, color=GREY)
         yield figure
 
 
@@ -320,8 +322,8 @@ def _ceilings(axes: Axes, ceilings: Ceilings, points: list[tuple[float, float]])
     roofs = {
         "bf16": (ceilings.bf16_tflops, "-"),
         "TF32": (ceilings.tf32_tflops, "--"),
-        "3 × TF32, as fp32": (ceilings.tf32_tflops / 3, "-."),
-        "fp32, CUDA cores": (ceilings.fp32_tflops, ":"),
+        "3 × fp16 for fp32": (ceilings.bf16_tflops / 3, "-."),
+        "CUDA cores, fp32": (ceilings.fp32_tflops, ":"),
     }
     top = max(roof for roof, _ in roofs.values())
     left = min([x for x, _ in points] + [4.0]) / 2
@@ -329,7 +331,7 @@ def _ceilings(axes: Axes, ceilings: Ceilings, points: list[tuple[float, float]])
     bottom = min([y for _, y in points] + [left * slope]) / 1.6
     for name, (roof, dashes) in roofs.items():
         axes.plot([roof / slope, right], [roof, roof], dashes, color="black", linewidth=1)
-        axes.annotate(f"{name}:\n{roof:.0f} TFLOP/s", (right, roof), xytext=(3, 0), va="center", fontsize=7,
+        axes.annotate(f"{name}: {roof:.0f}", (right, roof), xytext=(3, 0), va="center", fontsize=7,
                       textcoords="offset points", annotation_clip=False)  # fmt: skip
     axes.plot([bottom / slope, top / slope], [bottom, top], color="black", linewidth=1.2)
     axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(bottom, top * 1.8))

@@ -50,10 +50,10 @@ class Ceilings(NamedTuple):
         """The fastest matrix product of a precision.
 
         fp32 accuracy is to be had from CUDA cores, or from tensor cores on operands split in two, which takes
-        three TF32 products for one.
+        three products for one: of TF32, or of fp16, which is as fast as bf16.
         """
         if precision == "fp32":
-            return max(self.fp32_tflops, self.tf32_tflops / 3)
+            return max(self.fp32_tflops, self.tf32_tflops / 3, self.bf16_tflops / 3)
         return {"tf32": self.tf32_tflops, "bf16": self.bf16_tflops}[precision]
 
 
@@ -87,7 +87,11 @@ def intensity(operator: Operator, shape: Any, precision: Precision) -> float:
 
 
 def bound(operator: Operator, shape: Any, precision: Precision, ceilings: Ceilings) -> Bound:
-    """The time below which an operator cannot get with these ceilings."""
+    """The time below which an operator cannot get with these ceilings.
+
+    Exponentials count as if special-function units made them all; polynomials on the FMA units may take a
+    share, so that a stage whose bound they are can pass it.
+    """
     operations, exponentials = work(operator, shape)
     return Bound(
         operator.least_bytes(shape, element_bytes(precision)) / ceilings.copy_gb_per_s / 1e3,
