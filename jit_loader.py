@@ -16,7 +16,8 @@ What can be relied on:
 - A failed build is not remembered. KernelCompileError shows the first error: file, line, excerpt and caret.
 - Each call is checked against the signature before a pointer is passed; errors name the argument. It runs on
   the tensors' device and its current stream, and raises on a launch error in CUDA's own words.
-- A call costs at most 10 µs, the load of a cached kernel in a new process 20 ms beyond `import torch`.
+- A call with a dozen tensors costs 6 to 14 µs of Python, by the machine, and a third of that where it repeats
+  one that was right; the load of a cached kernel in a new process costs 20 ms beyond `import torch`.
 
 The machinery is in jit/, one reason a module; its __init__.py says which.
 """
@@ -29,13 +30,14 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from jit.build import find_or_build
 from jit.cache import Build, cache_folder, clean
-from jit.calls import caller
+from jit.calls import caller, repeats
 from jit.errors import KernelCompileError, ToolchainError
 from jit.files import Snapshot, digest, is_in
 from jit.findings import Finding, toolchain_report
@@ -156,6 +158,12 @@ class Kernels:
             raise ValueError(f"arch: expected a compute capability such as 9.0a, got {arch!r}")
         self._library(Target("cuda", arch))
         return self
+
+    @property
+    def repeats(self) -> SimpleNamespace:
+        """Its functions for arguments like those of a call that was right but in their addresses: of these
+        alone they check that they are there and aligned."""
+        return repeats(self)
 
     @property
     def resources(self) -> pd.DataFrame:

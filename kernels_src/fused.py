@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._C._dynamo.guards import TensorGuards
 
-from jit.calls import repeats
 from kernels_src.operator import Operator, Stage, under_autocast
 
 KEPT_CALLS = 8  # of a module, each for another size of msa
@@ -125,7 +124,7 @@ class FusedModule(nn.Module):
         kernels = stage.load(shape)
         output = stage.run(kernels, self.as_arguments(parameters), msa, mask)
         guards = TensorGuards(msa, mask, *parameters, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        call = CheckedCall(guards.check, len(parameters), stage.run, repeats(kernels))
+        call = CheckedCall(guards.check, len(parameters), stage.run, kernels.repeats)
         kept = [*self._calls.items()][1 - KEPT_CALLS :]
         self._calls = {**dict(kept), msa.shape: call}
         return output
