@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -238,6 +239,34 @@ def test_the_fused_module_is_shown_last_with_the_stage_that_it_chose(folder):
     assert "`fused`" not in line and " 21 µs " in line  # a stage is fastest; its call is the module's
     names = [label.get_text() for label in plots.time_by_stage(rows).axes[0].get_yticklabels()]
     assert names[-1] == f"fused ({chosen.replace('_', ' ')})"
+
+
+def test_what_verify_tried_is_counted_and_what_did_not_pass_is_named(folder):
+    def outcomes(kind, operator, passed, failed):
+        return {"operator": operator, "kind": kind, "passed": passed, "failed": failed, "not run": 0}
+
+    race = {
+        "kind": "racecheck",
+        "operator": "a",
+        "stage": "stages 01, 02",
+        "outcome": "failed",
+        "message": "…",
+    }
+    parts = {
+        "a racecheck": {"summary": [outcomes("racecheck", "a", 1, 1)], "not passed": [race]},
+        "a check": {
+            "summary": [outcomes("check", "a", 1000, 0), outcomes("check", "a", 500, 0)],
+            "not passed": [],
+        },
+        "b check": {"summary": [outcomes("check", "b", 7, 0)], "not passed": []},
+    }
+    (folder / "verify.json").write_text(json.dumps(parts))
+    head, _, check, races, _, said = tables.part("nvidia-test-1/verify", folder.parent).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, check, races)]
+    assert cells[0] == ["kind", "a", "b"]
+    assert cells[1] == ["check", "1,500 passed", "7 passed"]
+    assert cells[2] == ["racecheck", "1 passed, 1 failed", ""]
+    assert said == "- racecheck of `a`, stages 01, 02: failed"
 
 
 def test_a_marker_that_cannot_be_filled_is_refused(folder):

@@ -3,24 +3,29 @@
 A part of a text between `<!-- results:NAME -->` and `<!-- /results:NAME -->` is generated. NAME is
 
 - `FOLDER`: the circumstances of the run, such as `nvidia-h200`;
+- `FOLDER/verify`: what `verify` tried and how often it passed;
 - `FOLDER/OPERATOR`: one line a shape and dtype, the fastest stage beside PyTorch's best;
 - `FOLDER/OPERATOR/SHAPE/DTYPE`: one line a stage and baseline.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from workbench.baselines import IGNORES_MASK
 from workbench.plots import caption_of, in_order, memory_text, time_text
 from workbench.results import RESULTS, is_stage, load, load_runs, old_ones
+from workbench.sanitizer import TOOLS
 from workbench.versions import FUSED, fused_choice
 
 NOTHING = "Nothing measured yet: `make bench` on a machine with an NVIDIA GPU records it."
+OUTCOMES = ("passed", "failed", "not run")
 PART = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
 
 
@@ -35,12 +40,17 @@ def fill(text: str, root: Path = RESULTS) -> str:
 
 
 def part(name: str, root: Path = RESULTS) -> str:
-    """The Markdown of one generated part. Raises ValueError for a name of none of the three forms."""
+    """The Markdown of one generated part. Raises ValueError for a name of none of the four forms."""
     folder, *rest = name.split("/")
     if len(rest) not in (0, 1, 3):
-        raise ValueError(f"results:{name}: expected FOLDER, FOLDER/OPERATOR or FOLDER/OPERATOR/SHAPE/DTYPE")
+        raise ValueError(
+            f"results:{name}: expected FOLDER, FOLDER/verify, FOLDER/OPERATOR or FOLDER/OPERATOR/SHAPE/DTYPE"
+        )
     if not rest:
         return caption_of(load_runs(root / folder)) or NOTHING
+    if rest == ["verify"]:
+        path = root / folder / "verify.json"
+        return verified(json.loads(path.read_text())) if path.exists() else NOTHING
     rows = load(root / folder, rest[0])
     if len(rest) == 1:
         return summary(rows) if len(rows) else NOTHING
@@ -98,6 +108,23 @@ def all_stages(rows: pd.DataFrame) -> str:
         }
     )
     return _markdown(table, left=("stage",)) + _footnote(rows)
+
+
+def verified(parts: Mapping[str, Any]) -> str:
+    """How much of what `verify` tried passed, a line a kind of trial; below it, where something did not."""
+    records = pd.DataFrame([record for each in parts.values() for record in each["summary"]])
+    counts = records.groupby(["kind", "operator"], sort=False)[list(OUTCOMES)].sum()
+    words = counts.apply(
+        lambda line: ", ".join(f"{line[name]:,} {name}" for name in OUTCOMES if line[name]), axis=1
+    )
+    kinds = sorted(records.kind.unique(), key=lambda kind: (kind in TOOLS, kind))
+    table = words.unstack("operator").reindex(kinds).fillna("").reset_index()
+    others = {
+        f"- {test['kind']} of `{test['operator']}`, {test['stage']}: {test['outcome']}"
+        for each in parts.values()
+        for test in each["not passed"]
+    }
+    return "\n".join([_markdown(table, left=tuple(table)), *([""] if others else []), *sorted(others)])
 
 
 def commands_to_renew(rows: pd.DataFrame) -> list[str]:

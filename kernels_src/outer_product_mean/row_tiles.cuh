@@ -15,6 +15,7 @@ static_assert(D <= 64, "a lane holds its part of a row tile in registers");
 struct RowTile {
     uint2 lane[2][2][kWarpSize][2];
 };
+
 // Channel of column n of a tile of 8, in the order of row tiles: the two tiles of a half alternate,
 // so that a lane of the second kernel has two neighbours of out_weight's k.
 __device__ int channel_at(int column, int n) { return column / 2 * 16 + n * 2 + column % 2; }
