@@ -17,15 +17,17 @@ KEPT_CALLS = 8  # of a module, each for another size of msa
 
 
 def first_that_supports(
-    operator: Operator, numbers: Sequence[str], shape: Any, dtype: torch.dtype, device_type: str
+    operator: Operator,
+    numbers: Sequence[str],
+    shape: Any,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
 ) -> Stage:
     """The first of these stages that supports a call. Raises ValueError where none does, and why of each."""
     reasons = []
     for number in numbers:
         stage = operator.stage(number)
-        reason = stage.unsupported(shape)
-        if device_type == "cpu" and not stage.on_cpu:
-            reason = "has no CPU model"
+        reason = stage.unsupported(shape) or (device and stage.unfit(device))
         if not reason:
             return stage
         reasons.append(f"{stage.name}: {reason}")
@@ -67,7 +69,8 @@ class FusedModule(nn.Module):
     """
 
     operator: Operator
-    fastest_stage: Callable[[Any, torch.dtype, str], Stage]  # shape, dtype, device type → stage
+    # shape, dtype, device, None for a GPU that has all that a stage may need → stage
+    fastest_stage: Callable[[Any, torch.dtype, torch.device | str | None], Stage]
 
     _calls: Mapping[Any, CheckedCall] = MappingProxyType({})
 
@@ -120,7 +123,7 @@ class FusedModule(nn.Module):
         """The result of a call that may be wrong, which is kept if it was right."""
         shape = self.operator.stages[0].shape_of(self, msa, mask)
         check_parameters(self.operator, shape, parameters)
-        stage = self.fastest_stage(shape, msa.dtype, msa.device.type)
+        stage = self.fastest_stage(shape, msa.dtype, msa.device)
         kernels = stage.load(shape)
         output = stage.run(kernels, self.as_arguments(parameters), msa, mask)
         guards = TensorGuards(msa, mask, *parameters, dynamic_dims_sizes=None, dynamic_dims_strides=None)

@@ -46,6 +46,7 @@ class Stage:
     constants: Callable[[Any], Mapping[str, int]] = no_constants
     unsupported: Callable[[Any], str | None] = every_shape
     on_cpu: bool = True  # False: uses instructions that have no CPU model
+    capability: str | None = None  # of the GPU that it needs: "9.0" is that or later, "9.0a" that alone
     text: str | None = None  # an edited source that stands in for the file's, see `variant`
     label: str | None = None  # the name of a variant
 
@@ -79,6 +80,21 @@ class Stage:
         """The same stage with another source text."""
         return replace(self, text=text, label=label)
 
+    def unfit(self, device: torch.device | str) -> str | None:
+        """Why it cannot run on a device, or None; without a GPU, "cuda" stands for one that will do."""
+        device = torch.device(device)
+        if device.type == "cpu":
+            return None if self.on_cpu else "has no CPU model"
+        if self.capability is None or not torch.cuda.is_available():
+            return None
+        major, minor = torch.cuda.get_device_capability(device)
+        needed = self.capability.rstrip("a")
+        is_later = (major, minor) > tuple(map(int, needed.split("."))) and needed == self.capability
+        if is_later or f"{major}.{minor}" == needed:
+            return None
+        or_later = " or later" if needed == self.capability else ""
+        return f"needs a GPU of compute capability {needed}{or_later}, this one has {major}.{minor}"
+
     def load(self, shape: Any) -> jit_loader.Kernels:
         """The compiled source for a shape. Raises ValueError where the shape is not supported."""
         reason = self.unsupported(shape)
@@ -94,8 +110,8 @@ class Stage:
             raise TypeError(
                 f"msa: stage {self.name} takes {self.dtype}, got {msa.dtype}; cast module and msa"
             )
-        if msa.device.type == "cpu" and not self.on_cpu:
-            raise ValueError(f"msa: stage {self.name} has no CPU model, got a CPU tensor; use a CUDA tensor")
+        if reason := self.unfit(msa.device):
+            raise ValueError(f"msa: stage {self.name} {reason}, got a tensor on {msa.device}")
         with torch.no_grad():
             return self.run(self.load(shape), module, msa, mask)
 

@@ -113,6 +113,30 @@ def test_the_stage_meant_for_the_shape(module, shape, dtype, device, number):
 
 
 @pytest.mark.parametrize(
+    ("capability", "pair_stage", "bf16"),
+    [((8, 0), "09", "11"), ((9, 0), "13", "12"), ((10, 0), "13", "11")],
+)
+def test_a_gpu_gets_the_stage_that_it_can_run(capability, pair_stage, bf16, monkeypatch):
+    """Stages with Hopper's wgmma run on no other GPU; some others need what Hopper and later ones have."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    seed, af2 = OUTER.shapes["seed"], ATTENTION.shapes["af2"]
+    assert outer.fastest_stage(seed, torch.float32, "cuda:0").number == pair_stage
+    assert attention.fastest_stage(af2, torch.bfloat16, "cuda:0").number == bf16
+    assert attention.fastest_stage(af2, torch.bfloat16, None).number == "12"
+
+
+def test_a_stage_that_no_such_gpu_can_run_says_what_it_needs(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
+    needs = "10_bf16: needs a GPU of compute capability 9.0 or later, this one has 8.6"
+    with pytest.raises(ValueError, match=needs):
+        outer.fastest_stage(OUTER.shapes["af2"], torch.bfloat16, "cuda")
+    assert OUTER.stage("11").unfit("cuda") == "needs a GPU of compute capability 9.0, this one has 8.6"
+    assert OUTER.stage("11").unfit("cpu") is None and OUTER.stage("09").unfit("cuda") is None
+
+
+@pytest.mark.parametrize(
     ("module", "shape", "message"),
     [
         (attention, AttentionShape(1, 5000, 3, 6, 1), "10_online_softmax: .* 03_single_kernel:"),

@@ -184,6 +184,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
         return [row(name, us[name], shape=group.shape, dtype=group.dtype) for name in names]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Here")
     monkeypatch.setattr(session, "ceilings", lambda: None)
     monkeypatch.setattr(session, "folder", lambda: None)
@@ -232,6 +233,15 @@ def test_measure_times_stages_and_pytorch(timed):
     rows = session.rows_of(ATTENTION)
     assert set(rows.stage) == set(timed)
     assert set(rows[rows.stage == "eager"].dtype) == {"fp32", "bf16"}
+
+
+def test_what_another_gpu_lacks_is_said_and_not_measured(timed, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    timed.update({"eager": 700, **{stage.name: 10 for stage in ATTENTION.stages}})
+    notebook.measure(ATTENTION)
+    assert set(timed) - set(session.rows_of(ATTENTION).stage) == {ATTENTION.stage("12").name}
+    said = notebook.check(ATTENTION, "12", "af2").data
+    assert "needs a GPU of compute capability 9.0, this one has 8.0" in said
 
 
 # Results

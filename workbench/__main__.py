@@ -60,6 +60,7 @@ def list_all(options: argparse.Namespace) -> int:
         for stage in operator.stages:
             claimed = [name for name, shape in operator.shapes.items() if not stage.unsupported(shape)]
             where = "" if stage.on_cpu else ", GPU only"
+            where += f", compute capability {stage.capability}" if stage.capability else ""
             print(f"  {stage.name:28} {stage.precision}{where}  {stage.title}  ({', '.join(claimed)})")
     return 0
 
@@ -280,9 +281,8 @@ def _prebuild(plan: Sequence[tuple[Operator, tuple[Stage, ...], str, Any]], devi
 
 
 def _not_checked(stage: Stage, shape: Any, device: str) -> str | None:
-    if device == "cpu" and not stage.on_cpu:
-        return "it uses instructions that have no CPU model"
-    return stage.unsupported(shape)
+    reason = stage.unfit(device)
+    return f"it {reason}" if reason else stage.unsupported(shape)
 
 
 def _checked(

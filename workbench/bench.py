@@ -52,6 +52,7 @@ def groups(
                 for stage in stages
                 if (stage.precision == "bf16") == (dtype == "bf16")
                 and not stage.unsupported(operator.shapes[shape])
+                and not stage.unfit("cuda")
             )
             if fitting:
                 yield Group(operator, shape, dtype, fitting)

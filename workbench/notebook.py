@@ -125,7 +125,7 @@ def check(
     `cases` are all unless they are named, but one of them on the CPU; `python -m workbench check` runs all.
     """
     one = session.find(operator, stage)
-    reason = _not_checked(one, operator.shapes[shape])
+    reason = _not_here(one, operator.shapes[shape])
     if reason:
         return Markdown(f"`{one.name}` is not checked here: {reason}.")
     done = check_cases(operator, one, shape, cases=cases or default_cases())
@@ -144,10 +144,9 @@ def check(
     return table
 
 
-def _not_checked(stage: Stage, shape: Any) -> str | None:
-    if not torch.cuda.is_available() and not stage.on_cpu:
-        return "it uses instructions of the GPU that have no model on the CPU"
-    return stage.unsupported(shape)
+def _not_here(stage: Stage, shape: Any) -> str | None:
+    reason = stage.unfit(default_device())
+    return f"it {reason}" if reason else stage.unsupported(shape)
 
 
 def time(operator: Operator, stage: Name, shape: str = "seed") -> Markdown:
@@ -164,8 +163,8 @@ def time(operator: Operator, stage: Name, shape: str = "seed") -> Markdown:
         for each in (old, one)
         if each and session.dtype_of(each) == dtype and not each.unsupported(operator.shapes[shape])
     )
-    if torch.cuda.is_available() and one in pair:
-        session.measure(operator, pair, shape)
+    if torch.cuda.is_available() and one in pair and not one.unfit("cuda"):
+        session.measure(operator, tuple(each for each in pair if not each.unfit("cuda")), shape)
     rows = session.rows_of(operator, shape, dtype)
     rows = rows[rows.stage.isin([*PEERS, *(each.name for each in pair)])]
     said = f"**Predicted** {predicted(one)}"
@@ -186,7 +185,7 @@ def measure(operator: Operator, shape: str = "seed") -> Markdown | None:
         return display(Markdown("*There is no GPU here, so nothing is timed.*"))
     for dtype in ("fp32", "bf16"):
         stages = [stage for stage in operator.stages if session.dtype_of(stage) == dtype]
-        fitting = tuple(stage for stage in stages if not stage.unsupported(operator.shapes[shape]))
+        fitting = tuple(stage for stage in stages if not _not_here(stage, operator.shapes[shape]))
         if fitting:
             session.measure(operator, fitting, shape, baselines=True)
     return None
@@ -217,7 +216,7 @@ def errors(operator: Operator, shape: str = "seed") -> pd.DataFrame:
     """The largest error of each stage that runs on this machine, beside eager PyTorch's in its precision."""
     rows = []
     for stage in operator.stages:
-        if _not_checked(stage, operator.shapes[shape]):
+        if _not_here(stage, operator.shapes[shape]):
             continue
         problem = pose(operator, operator.shapes[shape], precision=stage.precision, device=default_device())
         error = judge(stage(problem.module, problem.msa, problem.mask), problem).max_abs_error

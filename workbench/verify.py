@@ -65,12 +65,14 @@ def verify(
     """Try everything of one of PARTS with some stages of an operator. Raises RuntimeError without a GPU."""
     if not torch.cuda.is_available():
         raise RuntimeError("verify needs an NVIDIA GPU, and none was found; `check --device cpu` needs none")
+    reasons = {stage.name: stage.unfit("cuda") for stage in stages}
+    tests = [Tried(part, operator.name, name, "", "not run", why) for name, why in reasons.items() if why]
+    stages = [stage for stage in stages if not reasons[stage.name]]
     if part in TOOLS:
         _prebuild(stages, small_shapes(operator).values(), progress)
-        return sanitize(operator, stages, part)
+        return tests + sanitize(operator, stages, part)
     plan = list(_pairs(operator, stages) if part == "trials" else _problems(operator, seeds))
     _prebuild(stages, [shape for _, shape, *_ in plan], progress)
-    tests: list[Tried] = []
     with tqdm(plan, f"{operator.name} {part}", disable=not progress) as bar:
         for each in bar:
             attempts = _trials(operator, *each) if part == "trials" else _checks(operator, stages, *each)

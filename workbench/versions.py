@@ -43,7 +43,7 @@ def stage_of(operator: str, stage: str, shape: str, dtype: str) -> Stage | None:
     if stage == FUSED:
         fused = fused_module(known)
         kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-        return fused.fastest_stage(known.shapes[shape], kind, "cuda") if fused else None
+        return fused.fastest_stage(known.shapes[shape], kind, None) if fused else None
     return next((each for each in known.stages if each.name == stage), None)
 
 

@@ -314,6 +314,7 @@ STAGES: tuple[Stage, ...] = (
         precision="bf16",
         constants=_heads_constant,
         unsupported=_hopper_unsupported,
+        capability="9.0a",
     ),
 )
 

@@ -25,11 +25,11 @@ FASTEST_FIRST = {
 FASTEST_FIRST_OF_FEW_ROWS = {**FASTEST_FIRST, torch.float32: ("09", "07", "10", "08", "06", "03")}
 
 
-def fastest_stage(shape: Shape, dtype: torch.dtype, device_type: str) -> Stage:
+def fastest_stage(shape: Shape, dtype: torch.dtype, device: torch.device | str | None) -> Stage:
     """The fastest stage for a call. Raises ValueError where none supports it, saying why of each."""
     few = shape.B * shape.S * shape.N <= LAUNCH_BOUND_ROWS
     numbers = (FASTEST_FIRST_OF_FEW_ROWS if few else FASTEST_FIRST)[dtype]
-    return first_that_supports(MSA_COLUMN_ATTENTION, numbers, shape, dtype, device_type)
+    return first_that_supports(MSA_COLUMN_ATTENTION, numbers, shape, dtype, device)
 
 
 class FusedMSAColumnAttention(FusedModule, MSAColumnAttention):
@@ -63,7 +63,7 @@ def msa_column_attention(msa: Tensor, mask: Tensor, parameters: list[Tensor], nu
     """The operator for torch.compile: `parameters` in the module's order."""
     shape = Shape(*msa.shape, num_heads)
     check_parameters(MSA_COLUMN_ATTENTION, shape, parameters)
-    stage = fastest_stage(shape, msa.dtype, msa.device.type)
+    stage = fastest_stage(shape, msa.dtype, msa.device)
     return stage.run(stage.load(shape), Parameters(num_heads, tuple(parameters)), msa.contiguous(), mask)
 
 

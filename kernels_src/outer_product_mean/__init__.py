@@ -249,6 +249,7 @@ STAGES: tuple[Stage, ...] = (
         precision="bf16",
         constants=_sizes("D"),
         unsupported=_at_most(D=512, C=32),
+        capability="9.0",
     ),
     _stage(
         "11_hopper.cu",
@@ -256,18 +257,21 @@ STAGES: tuple[Stage, ...] = (
         precision="bf16",
         constants=_sizes("D"),
         unsupported=_at_most(D=512, C=32, P=RING_OUTPUTS),
+        capability="9.0a",
     ),
     _stage(
         "12_hopper_split.cu",
         _hopper_split,
         constants=_sizes("D", "C"),
         unsupported=_at_most(D=256, C=32, P=RING_OUTPUTS),
+        capability="9.0a",
     ),
     _stage(
         "13_overlapping_kernels.cu",
         _overlapping_kernels,
         constants=_sizes("S", "D", "C", "P"),
         unsupported=_at_most(S=32, D=64, C=32),
+        capability="9.0",
     ),
 )
 

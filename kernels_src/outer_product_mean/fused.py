@@ -21,11 +21,11 @@ FEW_ROWS = 1024
 FASTEST_FIRST_OF_FEW_ROWS = {**FASTEST_FIRST, torch.float32: ("13", "12", "09", "07")}
 
 
-def fastest_stage(shape: Shape, dtype: torch.dtype, device_type: str) -> Stage:
+def fastest_stage(shape: Shape, dtype: torch.dtype, device: torch.device | str | None) -> Stage:
     """The fastest stage for a call. Raises ValueError where none supports it, saying why of each."""
     few = shape.S * shape.N <= FEW_ROWS
     numbers = (FASTEST_FIRST_OF_FEW_ROWS if few else FASTEST_FIRST)[dtype]
-    return first_that_supports(OUTER_PRODUCT_MEAN, numbers, shape, dtype, device_type)
+    return first_that_supports(OUTER_PRODUCT_MEAN, numbers, shape, dtype, device)
 
 
 class FusedOuterProductMean(FusedModule, OuterProductMean):
@@ -54,7 +54,7 @@ def outer_product_mean(msa: Tensor, mask: Tensor, parameters: list[Tensor]) -> T
     named = Parameters._make(parameters)
     shape = Shape(*msa.shape, len(named.proj_a_bias), len(named.out_bias))
     check_parameters(OUTER_PRODUCT_MEAN, shape, parameters)
-    stage = fastest_stage(shape, msa.dtype, msa.device.type)
+    stage = fastest_stage(shape, msa.dtype, msa.device)
     return stage.run(stage.load(shape), named, msa.contiguous(), mask)
 
 
