@@ -250,8 +250,9 @@ def _bounds(axes: Axes, rows: pd.DataFrame) -> None:
                           fontsize=7, color=COLOURS[precision])  # fmt: skip
             continue
         axes.axvline(us, color=COLOURS[precision], linestyle=(0, (4, 3)), linewidth=1, zorder=1)
-        axes.annotate(name, (us, 0.02), xycoords=("data", "axes fraction"), xytext=(-3, 0), fontsize=7,
-                      rotation=90, ha="right", textcoords="offset points",
+        # Beside the slow rows at the top: the fastest stages, further down, may be close to the bound.
+        axes.annotate(name, (us, 0.98), xycoords=("data", "axes fraction"), xytext=(-3, 0), fontsize=7,
+                      rotation=90, ha="right", va="top", textcoords="offset points",
                       color=COLOURS[precision])  # fmt: skip
 
 

@@ -92,8 +92,9 @@ def require(checks: list[Check], stage: Stage) -> None:
 def _verdict(operator: Operator, base: Stage, variant: Stage, shape: str, checks: list[Check]) -> str:
     """One paragraph: that it is right, and whether it is faster."""
     worst = max(case.max_abs_error / case.tolerance for case in checks)
+    where = "GPU" if default_device() == "cuda" else "CPU"
     right = (
-        f"`{variant.name}` is right in all {len(checks)} cases at {shape} on the {default_device().upper()}; "
+        f"`{variant.name}` is right in all {len(checks)} cases at {shape} on the {where}; "
         f"its errors are at most {100 * worst:.0f} % of what is allowed."
     )
     times = _times(operator, base, variant, shape)
