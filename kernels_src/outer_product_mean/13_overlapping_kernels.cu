@@ -4,8 +4,8 @@
 // bulk copies. Both launch early (hopper.cuh): while the first runs, the second's blocks fetch and
 // split out_weight and count the mask, and then wait. Operations as in 08, but the projections'
 // 16th part. Bytes from L2: 4·D·(16 + C) a row tile, then 4·(40·S·C + 8·C²) a block, at seed 72 KB.
-// Predicts at seed, from samples of 08 (two products a sixth of its cycles, loads and projections
-// two thirds): 6.5 µs in a graph, 2.3 of it the first kernel, 3 what the second does after it.
+// Predicts at seed, from samples of 08 (two products an eighth of them, loads and projections two
+// thirds): 6.5 µs in a graph, 2.3 of it the first kernel, 3 what the second does after it.
 // Outcome: 7.3. The second launched early takes 0.7 off 8.8, the first 0.8; before its blocks were
 // kept one to a multiprocessor, two sat on each that the first left free, and it took 1.6 more.
 // Shapes: S up to 32, D up to 64, C up to 32; all but B and N are compile-time constants.
