@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +86,10 @@ def store(folder: Path, operator: Operator, rows: Iterable[Row], run: Row) -> No
     folder's lock, so that processes that measure on several GPUs lose none of each other's rows.
     """
     new = pd.DataFrame([dict(row) for row in rows], columns=list(COLUMNS))
-    keys = ["/".join(key) for key in new[KEY].itertuples(index=False, name=None)]
-    versions = {key: version_now(*key.split("/")) for key in keys}
+    versions = {key: version_now(*key.split("/")) for key in keys_of(new)}
     with lock_of(folder):
-        old = _read(folder, operator.name)
-        kept = old[~_keys(old).isin(_keys(new))]
-        both = pd.concat([frame for frame in (kept, new) if len(frame)])
-        text = _in_order(both, operator).to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
+        rows = _in_order(replaced(_read(folder, operator.name), new), operator)
+        text = rows.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")
         replace_file(folder / f"{operator.name}.csv", text)
         _record_run(folder, versions, run)
 
@@ -127,10 +124,18 @@ def _record_run(folder: Path, versions: Mapping[str, str | None], run: Row) -> N
     )
 
 
-def _keys(rows: pd.DataFrame) -> pd.Series:
+def keys_of(rows: pd.DataFrame, names: Sequence[str] = KEY) -> pd.Series:
+    """What identifies each row, as one string."""
     if not len(rows):
         return pd.Series(dtype=object)
-    return rows[KEY].astype(str).agg("/".join, axis=1)
+    return rows[list(names)].astype(str).agg("/".join, axis=1)
+
+
+def replaced(old: pd.DataFrame, new: pd.DataFrame, names: Sequence[str] = KEY) -> pd.DataFrame:
+    """Old rows but those that new ones replace, then the new ones."""
+    kept = old[~keys_of(old, names).isin(keys_of(new, names))]
+    frames = [frame for frame in (kept, new) if len(frame)]
+    return pd.concat(frames, ignore_index=True) if frames else old
 
 
 def _in_order(rows: pd.DataFrame, operator: Operator) -> pd.DataFrame:
@@ -198,10 +203,5 @@ def store_resources(folder: Path, new: pd.DataFrame) -> None:
     """Put the resources of kernels in place of those with the same operator, stage and shape."""
     key = ["operator", "stage", "shape"]
     with lock_of(folder):
-        old = load_resources(folder)
-        names = [
-            frame[key].astype(str).agg("/".join, axis=1) if len(frame) else frame for frame in (old, new)
-        ]
-        kept = old[~names[0].isin(names[1])] if len(old) and len(new) else old
-        both = pd.concat([frame for frame in (kept, new) if len(frame)]).sort_values(key, kind="stable")
-        replace_file(folder / "resources.csv", both.to_csv(index=False, lineterminator="\n"))
+        rows = replaced(load_resources(folder), new, key).sort_values(key, kind="stable")
+        replace_file(folder / "resources.csv", rows.to_csv(index=False, lineterminator="\n"))

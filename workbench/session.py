@@ -15,7 +15,7 @@ import torch
 from kernels_src.operator import Operator, Stage
 from workbench import bench, results
 from workbench.plots import caption_of
-from workbench.results import COLUMNS, KEY
+from workbench.results import COLUMNS
 from workbench.roofline import Ceilings, measure_ceilings
 
 NO_ROWS = pd.DataFrame(columns=list(COLUMNS))
@@ -54,7 +54,7 @@ def measure(operator: Operator, stages: tuple[Stage, ...], shape: str, *, baseli
     group = bench.Group(operator, shape, dtype_of(stages[0]), stages)
     rows = bench.measure(group, ceilings(), baselines=baselines, progress=True)
     new = pd.DataFrame([dict(row) for row in rows], columns=list(COLUMNS))
-    _measured[operator.name] = _replace(_measured.get(operator.name, NO_ROWS), new)
+    _measured[operator.name] = results.replaced(_measured.get(operator.name, NO_ROWS), new)
 
 
 @cache
@@ -72,7 +72,7 @@ def rows_of(operator: Operator, shape: str | None = None, dtype: str | None = No
     """Recorded rows and this session's in their place, of one shape and dtype where they are given."""
     found = folder()
     recorded = results.load(found, operator.name) if found else NO_ROWS
-    rows = _replace(recorded, _measured.get(operator.name, NO_ROWS))
+    rows = results.replaced(recorded, _measured.get(operator.name, NO_ROWS))
     if shape:
         rows = rows[rows["shape"] == shape]
     return rows[rows["dtype"] == dtype] if dtype else rows
@@ -89,7 +89,7 @@ def folder() -> Path | None:
 
 def caption(operator: Operator, rows: pd.DataFrame) -> str:
     """Where rows came from: the runs that were recorded, and this session."""
-    here = _keys(rows).isin(_keys(_measured.get(operator.name, NO_ROWS)))
+    here = results.keys_of(rows).isin(results.keys_of(_measured.get(operator.name, NO_ROWS)))
     runs = [results.run_of(folder(), row) for _, row in rows[~here].iterrows()]
     distinct = [run for place, run in enumerate(runs) if run not in runs[:place]]
     parts = [f"recorded on {caption_of(distinct)}"] if distinct else []
@@ -97,16 +97,3 @@ def caption(operator: Operator, rows: pd.DataFrame) -> str:
         names = ", ".join(dict.fromkeys(rows[here].stage)) if distinct else "all"
         parts.append(f"measured in this session on {torch.cuda.get_device_name()}: {names}")
     return "; ".join(parts) or NOTHING
-
-
-def _keys(rows: pd.DataFrame) -> pd.Series:
-    """Each row's key as one string."""
-    if not len(rows):
-        return pd.Series(dtype=object)
-    return rows[KEY].astype(str).agg("/".join, axis=1)
-
-
-def _replace(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
-    """Old rows but those that new ones replace, then the new ones."""
-    frames = [frame for frame in (old[~_keys(old).isin(_keys(new))], new) if len(frame)]
-    return pd.concat(frames, ignore_index=True) if frames else NO_ROWS
