@@ -22,7 +22,7 @@ from workbench.check import Check, check_problem, default_device, failed_check
 from workbench.plots import time_text
 from workbench.problem import CASES, Problem, pose
 from workbench.sanitizer import TOOLS
-from workbench.selection import distinct_shapes, named_shapes, select, shapes_to_check
+from workbench.selection import distinct_shapes, named_shapes, select, shapes_to_check, why_not
 
 RESOURCES = ("spill_stores", "spill_loads", "stack_bytes")  # what a kernel should have none of
 
@@ -80,7 +80,7 @@ def check(options: argparse.Namespace) -> int:
             bar.set_description(f"{operator.name} {name}")
             problems: dict[tuple[str, str], Problem] = {}  # shared by the stages of a precision
             for stage in stages:
-                reason = _not_checked(stage, shape, device)
+                reason = why_not(stage, shape, device)
                 if reason:
                     line = f"{operator.name}/{stage.name} {name}: skipped, {reason}"
                 else:
@@ -216,6 +216,7 @@ def verify(options: argparse.Namespace) -> int:
     from workbench.provenance import describe_run
     from workbench.results import folder_of
     from workbench.roofline import measure_ceilings
+    from workbench.sanitizer import OUTCOMES
     from workbench.verify import PARTS, Tried, record, summary
     from workbench.verify import verify as try_part
 
@@ -233,8 +234,7 @@ def verify(options: argparse.Namespace) -> int:
     for test in tests:
         if test.outcome != "passed":
             print(f"{test.outcome}: {test.operator}/{test.stage} {test.kind}, {test.what}: {test.message}")
-    outcomes = ("passed", "failed", "not run")
-    count = {outcome: sum(test.outcome == outcome for test in tests) for outcome in outcomes}
+    count = {outcome: sum(test.outcome == outcome for test in tests) for outcome in OUTCOMES}
     print(", ".join(f"{number} {outcome}" for outcome, number in count.items()))
     return 1 if count["failed"] else 0
 
@@ -271,18 +271,13 @@ def _prebuild(plan: Sequence[tuple[Operator, tuple[Stage, ...], str, Any]], devi
             stage.load(shape)
             for _, stages, _, shape in plan
             for stage in stages
-            if not _not_checked(stage, shape, device)
+            if not why_not(stage, shape, device)
         ]
         sources = list(dict.fromkeys(sources))
         jit_loader.prebuild(sources, "cuda" if device == "cuda" else "cpu")
         if device == "cpu":
             with jit_loader.cpu_schedule("races"):
                 jit_loader.prebuild(sources, "cpu")
-
-
-def _not_checked(stage: Stage, shape: Any, device: str) -> str | None:
-    reason = stage.unfit(device)
-    return f"it {reason}" if reason else stage.unsupported(shape)
 
 
 def _checked(

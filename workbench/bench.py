@@ -16,6 +16,7 @@ from workbench.check import judge
 from workbench.problem import Problem, exact_float32, pose
 from workbench.results import Row, is_baseline
 from workbench.roofline import Ceilings, bound, element_bytes, work
+from workbench.selection import why_not
 from workbench.timing import Candidate, Timing, batch_us, compare
 from workbench.versions import FUSED, fused_module
 
@@ -51,8 +52,7 @@ def groups(
                 stage
                 for stage in stages
                 if (stage.precision == "bf16") == (dtype == "bf16")
-                and not stage.unsupported(operator.shapes[shape])
-                and not stage.unfit("cuda")
+                and not why_not(stage, operator.shapes[shape], "cuda")
             )
             if fitting:
                 yield Group(operator, shape, dtype, fitting)

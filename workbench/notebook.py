@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 import jit_loader
 from kernels_src.msa_column_attention import MSA_COLUMN_ATTENTION
-from kernels_src.operator import Operator, Stage
+from kernels_src.operator import Operator
 from kernels_src.outer_product_mean import OUTER_PRODUCT_MEAN
 from workbench import plots, results, session, tables, timeline, traffic, views
 from workbench import reading as words
@@ -32,6 +32,7 @@ from workbench.marks import marked_html
 from workbench.picture import Picture
 from workbench.problem import pose
 from workbench.results import is_baseline
+from workbench.selection import why_not
 from workbench.sweep import block_sizes
 from workbench.sweep import draw as draw_sweep
 from workbench.variants import require, try_variant
@@ -125,7 +126,7 @@ def check(
     `cases` are all unless they are named, but one of them on the CPU; `python -m workbench check` runs all.
     """
     one = session.find(operator, stage)
-    reason = _not_here(one, operator.shapes[shape])
+    reason = why_not(one, operator.shapes[shape], default_device())
     if reason:
         return Markdown(f"`{one.name}` is not checked here: {reason}.")
     done = check_cases(operator, one, shape, cases=cases or default_cases())
@@ -144,11 +145,6 @@ def check(
     return table
 
 
-def _not_here(stage: Stage, shape: Any) -> str | None:
-    reason = stage.unfit(default_device())
-    return f"it {reason}" if reason else stage.unsupported(shape)
-
-
 def time(operator: Operator, stage: Name, shape: str = "seed") -> Markdown:
     """What a stage's header predicted, what was measured, and what the header says of the difference.
 
@@ -163,8 +159,9 @@ def time(operator: Operator, stage: Name, shape: str = "seed") -> Markdown:
         for each in (old, one)
         if each and session.dtype_of(each) == dtype and not each.unsupported(operator.shapes[shape])
     )
-    if torch.cuda.is_available() and one in pair and not one.unfit("cuda"):
-        session.measure(operator, tuple(each for each in pair if not each.unfit("cuda")), shape)
+    timed = tuple(each for each in pair if not each.unfit("cuda"))
+    if torch.cuda.is_available() and one in timed:
+        session.measure(operator, timed, shape)
     rows = session.rows_of(operator, shape, dtype)
     rows = rows[rows.stage.isin([*PEERS, *(each.name for each in pair)])]
     said = f"**Predicted** {predicted(one)}"
@@ -185,7 +182,9 @@ def measure(operator: Operator, shape: str = "seed") -> Markdown | None:
         return display(Markdown("*There is no GPU here, so nothing is timed.*"))
     for dtype in ("fp32", "bf16"):
         stages = [stage for stage in operator.stages if session.dtype_of(stage) == dtype]
-        fitting = tuple(stage for stage in stages if not _not_here(stage, operator.shapes[shape]))
+        fitting = tuple(
+            stage for stage in stages if not why_not(stage, operator.shapes[shape], default_device())
+        )
         if fitting:
             session.measure(operator, fitting, shape, baselines=True)
     return None
@@ -216,7 +215,7 @@ def errors(operator: Operator, shape: str = "seed") -> pd.DataFrame:
     """The largest error of each stage that runs on this machine, beside eager PyTorch's in its precision."""
     rows = []
     for stage in operator.stages:
-        if _not_here(stage, operator.shapes[shape]):
+        if why_not(stage, operator.shapes[shape], default_device()):
             continue
         problem = pose(operator, operator.shapes[shape], precision=stage.precision, device=default_device())
         error = judge(stage(problem.module, problem.msa, problem.mask), problem).max_abs_error

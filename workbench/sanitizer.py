@@ -12,12 +12,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import IO, Literal, NamedTuple
+from typing import IO, Literal, NamedTuple, get_args
 
 import jit_loader
 from workbench.paths import ROOT, environment
 
 Outcome = Literal["passed", "failed", "not run"]
+OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SECONDS = 500  # for one run; kernels are up to a hundred times as slow
 FINDING_STATUS = 86  # the exit status when something was found

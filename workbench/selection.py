@@ -38,6 +38,12 @@ def named_shapes(operator: Operator, name: str) -> dict[str, Any]:
     return shapes
 
 
+def why_not(stage: Stage, shape: Any, device: str) -> str | None:
+    """Why a stage is not run at a shape on a device, or None."""
+    reason = stage.unfit(device)
+    return f"it {reason}" if reason else stage.unsupported(shape)
+
+
 def shapes_to_check(operator: Operator, name: str | None, device: str) -> dict[str, Any]:
     """The shapes of this name or, for None, all that take the device no longer than minutes."""
     names = [name] if name else ["seed", "odd"] if device == "cpu" else list(operator.shapes)

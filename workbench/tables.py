@@ -21,11 +21,10 @@ import pandas as pd
 from workbench.baselines import IGNORES_MASK
 from workbench.plots import caption_of, in_order, memory_text, time_text
 from workbench.results import RESULTS, is_stage, load, load_runs, old_ones
-from workbench.sanitizer import TOOLS
+from workbench.sanitizer import OUTCOMES, TOOLS
 from workbench.versions import FUSED, fused_choice
 
 NOTHING = "Nothing measured yet: `make bench` on a machine with an NVIDIA GPU records it."
-OUTCOMES = ("passed", "failed", "not run")
 PART = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
 
 

@@ -27,7 +27,7 @@ from workbench.check import check_problem
 from workbench.guard import GuardedMemory
 from workbench.problem import CASES, Problem, pose
 from workbench.results import lock_of, replace_file
-from workbench.sanitizer import TOOLS, Outcome, run_each_under
+from workbench.sanitizer import OUTCOMES, TOOLS, Outcome, run_each_under
 from workbench.selection import named_shapes
 from workbench.timing import capture
 
@@ -85,7 +85,7 @@ def verify(
 def summary(tests: Sequence[Tried]) -> pd.DataFrame:
     """For each stage and kind of test, how many passed, failed and could not run."""
     table = pd.DataFrame(tests).groupby(["operator", "stage", "kind", "outcome"]).size().unstack(fill_value=0)
-    return table.reindex(columns=["passed", "failed", "not run"], fill_value=0)
+    return table.reindex(columns=list(OUTCOMES), fill_value=0)
 
 
 def record(path: Path, name: str, tests: Sequence[Tried], run: dict[str, Any]) -> None:
