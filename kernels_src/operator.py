@@ -87,13 +87,12 @@ class Stage:
             return None if self.on_cpu else "has no CPU model"
         if self.capability is None or not torch.cuda.is_available():
             return None
-        major, minor = torch.cuda.get_device_capability(device)
-        needed = self.capability.rstrip("a")
-        is_later = (major, minor) > tuple(map(int, needed.split("."))) and needed == self.capability
-        if is_later or f"{major}.{minor}" == needed:
+        needed, alone = self.capability.removesuffix("a"), self.capability.endswith("a")
+        lowest, has = tuple(map(int, needed.split("."))), torch.cuda.get_device_capability(device)
+        if has == lowest or (has > lowest and not alone):
             return None
-        or_later = " or later" if needed == self.capability else ""
-        return f"needs a GPU of compute capability {needed}{or_later}, this one has {major}.{minor}"
+        wanted = needed if alone else f"{needed} or later"
+        return f"needs a GPU of compute capability {wanted}, this one has {has[0]}.{has[1]}"
 
     def load(self, shape: Any) -> jit_loader.Kernels:
         """The compiled source for a shape. Raises ValueError where the shape is not supported."""

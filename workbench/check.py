@@ -179,9 +179,7 @@ def _calls(stage: Stage, problem: Problem) -> tuple[Tensor, list[str]]:
     for name, copy in copies.items():
         if not same_bits(copy, inputs[name]):
             found.append(f"{name} was modified")
-            inputs[name].copy_(
-                copy
-            )  # other stages are checked on the same problem, and eager is called again
+            inputs[name].copy_(copy)  # for eager, and for other stages on the same problem
     names = list(outputs)
     for name in names[1:]:
         if not same_bits(outputs[names[0]], outputs[name]):
