@@ -184,17 +184,6 @@ def test_every_mask_dtype_means_the_same(stage, seed):
         assert torch.equal(stage(module, msa, same), out)
 
 
-@pytest.mark.parametrize("stage", OPERATOR.stages, ids=lambda stage: stage.name)
-@pytest.mark.parametrize("name", ["seed", "af2", "odd"])
-def test_no_kernel_spills(stage, name):
-    shape = OPERATOR.shapes[name]
-    if stage.unsupported(shape):
-        pytest.skip(stage.unsupported(shape))
-    resources = stage.load(shape).build("cuda", arch="9.0a").resources
-    assert len(resources) >= 1
-    assert (resources[["spill_stores", "spill_loads", "stack_bytes"]] == 0).all(axis=None), resources
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("stage", OPERATOR.stages, ids=lambda stage: stage.name)
 def test_offsets_beyond_32_bits(stage, seed):

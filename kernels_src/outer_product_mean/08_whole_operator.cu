@@ -21,7 +21,7 @@ constexpr int kThreads = kWarps * kWarpSize;
 static_assert(S <= kRows && D <= 64, "a lane holds its part of two tiles of rows in registers");
 
 struct Tiles {
-    Projections projections;
+    SharedProjection projections[2];               // proj_a's and proj_b's
     uint32_t a[2][kRows * kResiduesI][kRowWords];  // big and small, pairs of h
     uint32_t b[2][kRows * kResiduesJ][kRowWords];
     float weight[kOutputs][kHidden][kHidden + 4];  // out_weight[p][h][k]
@@ -124,25 +124,26 @@ __global__ void __launch_bounds__(kThreads, 1)
             scale_projection(projection, channel_of(spare, lane / 4),
                              matrix == 0 ? proj_a_weight : proj_b_weight,
                              matrix == 0 ? proj_a_bias : proj_b_bias, affine);
-            store_projection(tiles.projections, matrix, spare, projection);
+            store_projection(tiles.projections[matrix], spare, channel_of(spare, lane / 4),
+                             projection);
         }
     }
     normalize(x[0]);
     if (contracts) normalize(x[1]);
     __syncthreads();
+    const SharedProjection &proj_a = tiles.projections[0], &proj_b = tiles.projections[1];
+    const int a_shift = shift_of(proj_a) - kHeadroom, b_shift = shift_of(proj_b);
     if (contracts) {
-        project_rows<kTilesEach>(tiles.projections, 1, x, present, tiles.b, warp * kTilesEach * 16);
+        project_rows<kTilesEach>(proj_b, b_shift, x, present, tiles.b, warp * kTilesEach * 16);
     } else {
-        project_rows<1>(tiles.projections, 0, x, present, tiles.a, spare * 16);
+        project_rows<1>(proj_a, a_shift, x, present, tiles.a, spare * 16);
     }
     copy_async_wait<0>();
     __syncthreads();
 
     if (contracts) {
         float sums[2][2][4] = {};
-        const int weight_shift = contract(tiles, sums);
-        const int shift = operand_shift(tiles.projections, 0) +
-                          operand_shift(tiles.projections, 1) + weight_shift;
+        const int shift = a_shift + b_shift + contract(tiles, sums);
         for (int at = 0; at < 16; ++at) {
             const int p = at / 8, tile = at / 4 % 2, e = at % 4;
             const int i = lane % 4 * 2 + e % 2, j = tile * 16 + e / 2 * 8 + lane / 4;

@@ -222,7 +222,7 @@ EXPORT cudaError_t split_tensor_cores(const float* msa, const float* mask,
     uint32_t *a_words = reinterpret_cast<uint32_t*>(a), *b_words = reinterpret_cast<uint32_t*>(b);
     const int64_t rows = int64_t(B) * S * N, row_blocks = ceil_div(rows, kWarps * 16);
     if (cudaError_t error = LAUNCH(inputs_kernel, dim3(min(row_blocks, int64_t(kInputBlocks))),
-                                   dim3(kThreads), sizeof(Projections), stream)(
+                                   dim3(kThreads), 2 * sizeof(SharedProjection), stream)(
             msa, mask, layer_norm_weight, layer_norm_bias, proj_a_weight, proj_a_bias,
             proj_b_weight, proj_b_bias, a_words, b_words, shifts, rows)) {
         return error;

@@ -7,19 +7,14 @@
 
 constexpr int kRowWords = kHidden / 2 + 4;  // pairs of h or k; 80 bytes, no bank conflicts
 
-// The power of two that a (matrix 0) or b is scaled by.
-__device__ int operand_shift(const Projections& projections, int matrix) {
-    return shift_of(projections, matrix) - (matrix == 0 ? kHeadroom : 0);
-}
-
-// a (matrix 0) or b of kTiles tiles of normalised rows, written from first_row on. The tiles share
-// what is read of the weights.
+// a or b, times 2^shift, of kTiles tiles of normalised rows, written from first_row on. The tiles
+// share what is read of the weights.
 template <int kTiles, int kRows>
-__device__ void project_rows(const Projections& projections, int matrix,
+__device__ void project_rows(const SharedProjection& projection, int shift,
                              const float (*x)[2][kSteps][4], const float (*present)[2],
                              uint32_t (&to)[2][kRows][kRowWords], int first_row) {
     const int lane = threadIdx.x % kWarpSize;
-    const float scale = power_of_two(operand_shift(projections, matrix));
+    const float scale = power_of_two(shift);
     float sums[kTiles][kColumnTiles][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -29,7 +24,7 @@ __device__ void project_rows(const Projections& projections, int matrix,
         }
 #pragma unroll
         for (int column = 0; column < kColumnTiles; ++column) {
-            const uint4 w = projections.weight[matrix][column][step][lane];
+            const uint4 w = projection.weight[column][step][lane];
             for (int tile = 0; tile < kTiles; ++tile) {
                 mma_m16n8k16_fp16(sums[tile][column], big[tile], {w.z, w.w});
                 mma_m16n8k16_fp16(sums[tile][column], small[tile], {w.x, w.y});
@@ -40,7 +35,7 @@ __device__ void project_rows(const Projections& projections, int matrix,
     for (int tile = 0; tile < kTiles; ++tile) {
         for (int half = 0; half < 2; ++half) {
             const int row = first_row + tile * 16 + half * 8 + lane / 4, word = lane % 4 * 4;
-            finish(projections, matrix, sums[tile], half, present[tile][half] * scale,
+            finish(projection, sums[tile], half, present[tile][half] * scale,
                    reinterpret_cast<uint4&>(to[0][row][word]),
                    reinterpret_cast<uint4&>(to[1][row][word]));
         }

@@ -5,6 +5,7 @@
 
 #include "hopper.cuh"
 #include "outer_product_mean/row_products.cuh"
+#include "outer_product_mean/split_projections.cuh"
 
 constexpr int kProjectThreads = 2 * kColumnTiles * kWarpSize;
 constexpr int kRowPairs = ceil_div(S, 2);
@@ -20,35 +21,20 @@ struct RowTile {
 // so that a lane of the second kernel has two neighbours of out_weight's k.
 __device__ int channel_at(int column, int n) { return column / 2 * 16 + n * 2 + column % 2; }
 
-// What four warps make of the weights, for the four that make a row tile.
-struct Scaled {
-    uint4 weight[kColumnTiles][kSteps][kWarpSize];  // big and small parts, as mma's b
-    float2 channel[kColumnTiles][8];                // a sum's factor, and what is added then
-    float bound[kColumnTiles];
-};
-
-__device__ void scale_weights(Scaled& scaled, int column, const float* layer_norm_weight,
+// Eight channels of the weights, by a warp, for the four warps that make a row tile.
+__device__ void scale_weights(SharedProjection& to, int column, const float* layer_norm_weight,
                               const float* layer_norm_bias, const float* weight,
                               const float* bias) {
-    const int lane = threadIdx.x % kWarpSize;
+    const int n = threadIdx.x % kWarpSize / 4;
     Affine affine;
     load_affine(affine, layer_norm_weight, layer_norm_bias);
     Projection projection;
-    scale_projection(projection, channel_at(column, lane / 4), weight, bias, affine);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-        scaled.weight[column][step][lane] =
-            make_uint4(projection.big[step][0], projection.big[step][1], projection.small[step][0],
-                       projection.small[step][1]);
-    }
-    if (lane % 4 == 0) {
-        scaled.channel[column][lane / 4] = make_float2(projection.factor, projection.constant);
-    }
-    if (lane == 0) scaled.bound[column] = projection.bound;
+    scale_projection(projection, channel_at(column, n), weight, bias, affine);
+    store_projection(to, column, column * 8 + n, projection);
 }
 
 // Eight channels of a row tile, times 2^shift, by one warp.
-__device__ void project_tile(RowTile& to, const Scaled& scaled, int column,
+__device__ void project_tile(RowTile& to, const SharedProjection& projection, int column,
                              const float (&x)[2][kSteps][4], const float (&present)[2], int shift) {
     const int lane = threadIdx.x % kWarpSize;
     float sums[4] = {}, small_sums[4] = {};
@@ -56,7 +42,7 @@ __device__ void project_tile(RowTile& to, const Scaled& scaled, int column,
     for (int step = 0; step < kSteps; ++step) {
         uint32_t big[4], small[4];
         split_tile(x, step, big, small);
-        const uint4 w = scaled.weight[column][step][lane];
+        const uint4 w = projection.weight[column][step][lane];
         mma_m16n8k16_fp16(small_sums, small, {w.x, w.y});
         mma_m16n8k16_fp16(sums, big, {w.x, w.y});
         mma_m16n8k16_fp16(small_sums, big, {w.z, w.w});
@@ -65,7 +51,7 @@ __device__ void project_tile(RowTile& to, const Scaled& scaled, int column,
     for (int row = 0; row < 2; ++row) {
         float value[2];
         for (int e = 0; e < 2; ++e) {
-            const float2 channel = scaled.channel[column][lane % 4 * 2 + e];
+            const float2 channel = projection.channel[column * 8 + lane % 4 * 2 + e];
             const float sum = sums[2 * row + e] + small_sums[2 * row + e];
             value[e] = (sum * channel.x + channel.y) * present[row] * power_of_two(shift);
         }
@@ -82,7 +68,7 @@ __global__ void __launch_bounds__(kProjectThreads)
                    const float* layer_norm_bias, const float* proj_a_weight,
                    const float* proj_a_bias, const float* proj_b_weight, const float* proj_b_bias,
                    RowTile* a, RowTile* b, int* shifts, int N, int a_tiles) {
-    SHARED(Scaled, scaled);
+    SHARED(SharedProjection, projection);
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     const int column = warp % kColumnTiles;
     const bool is_a = int(blockIdx.x) < a_tiles;
@@ -102,18 +88,13 @@ __global__ void __launch_bounds__(kProjectThreads)
     if (warp < kColumnTiles) {
         load_tile(msa + batch * S * N * D, mask + batch * S * N, row_of, x, present);
         normalize(x);
-        for (int at = 0; at < 8 * kSteps; ++at) {  // zeros past the edges, whatever was found there
-            if (row_of(at % 2) < 0) x[at % 2][at / 8][at / 2 % 4] = 0;
-        }
     } else {
-        scale_weights(scaled, column, layer_norm_weight, layer_norm_bias,
+        scale_weights(projection, column, layer_norm_weight, layer_norm_bias,
                       is_a ? proj_a_weight : proj_b_weight, is_a ? proj_a_bias : proj_b_bias);
     }
     __syncthreads();
     if (warp >= kColumnTiles) return;
-    float bound = 0;
-    for (int at = 0; at < kColumnTiles; ++at) bound = fmaxf(bound, scaled.bound[at]);
-    const int shift = shift_of(bound) - (is_a ? kHeadroom : 0);
-    project_tile(is_a ? a[tile] : b[tile], scaled, column, x, present, shift);
+    const int shift = shift_of(projection) - (is_a ? kHeadroom : 0);
+    project_tile(is_a ? a[tile] : b[tile], projection, column, x, present, shift);
     if (tile == 0 && threadIdx.x == 0) shifts[is_a ? 0 : 1] = shift;
 }

@@ -67,8 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1)
                   const float* layer_norm_bias, const float* proj_a_weight,
                   const float* proj_a_bias, const float* proj_b_weight, const float* proj_b_bias,
                   uint32_t* a, uint32_t* b, float* shifts, int64_t rows) {
-    DYNAMIC_SHARED(Projections, shared);
-    Projections& projections = *shared;
+    DYNAMIC_SHARED(SharedProjection, projections);
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     {
         Affine affine;
@@ -78,11 +77,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         scale_projection(projection, channel_of(warp % kColumnTiles, lane / 4),
                          is_a ? proj_a_weight : proj_b_weight, is_a ? proj_a_bias : proj_b_bias,
                          affine);
-        store_projection(projections, is_a ? 0 : 1, warp % kColumnTiles, projection);
+        store_projection(projections[is_a ? 0 : 1], warp % kColumnTiles,
+                         channel_of(warp % kColumnTiles, lane / 4), projection);
     }
     __syncthreads();
     if (blockIdx.x == 0 && threadIdx.x < 2) {
-        shifts[threadIdx.x] = shift_of(projections, threadIdx.x);
+        shifts[threadIdx.x] = shift_of(projections[threadIdx.x]);
     }
 
     const int64_t stride = int64_t(gridDim.x) * kWarps * 16;
@@ -98,12 +98,12 @@ __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
         for (int matrix = 0; matrix < 2; ++matrix) {
             float sums[kColumnTiles][4];
-            project(projections, matrix, big, small, sums);
-            const float scale = power_of_two(shift_of(projections, matrix));
+            project(projections[matrix], big, small, sums);
+            const float scale = power_of_two(shift_of(projections[matrix]));
             for (int half = 0; half < 2; ++half) {
                 if (row_of(half) < 0) continue;
                 uint4 words[2];
-                finish(projections, matrix, sums, half, present[half] * scale, words[0], words[1]);
+                finish(projections[matrix], sums, half, present[half] * scale, words[0], words[1]);
                 uint32_t* to = (matrix == 0 ? a : b) + row_of(half) * kRowWords + lane % 4 * 4;
                 *reinterpret_cast<uint4*>(to) = words[0];
                 *reinterpret_cast<uint4*>(to + kRowWords / 2) = words[1];

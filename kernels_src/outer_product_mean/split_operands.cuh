@@ -118,7 +118,8 @@ __device__ void scale_projection(Projection& projection, int h, const float* wei
     projection.bound = warp_max(norm * sqrtf(float(D)) + fabsf(projection.constant));
 }
 
-// The part of a tile of 16 rows that the lane holds: row_of(half) of the batch, or -1
+// The part of a tile of 16 rows that the lane holds: row_of(half) of the batch, or zeros where that
+// is -1
 template <typename RowOf>
 __device__ void load_tile(const float* msa, const float* mask, RowOf row_of,
                           float (&x)[2][kSteps][4], float (&present)[2]) {
@@ -128,7 +129,8 @@ __device__ void load_tile(const float* msa, const float* mask, RowOf row_of,
         present[half] = row >= 0 ? mask[row] : 0;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            const float4 four = load_four(msa + max(row, int64_t(0)) * D, first_d(step));
+            const float4 four =
+                row >= 0 ? load_four(msa + row * D, first_d(step)) : make_float4(0, 0, 0, 0);
             x[half][step][0] = four.x, x[half][step][1] = four.y;
             x[half][step][2] = four.z, x[half][step][3] = four.w;
         }

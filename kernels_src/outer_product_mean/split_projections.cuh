@@ -1,45 +1,39 @@
-// LayerNorm's scaled projections in shared memory, as operands in two parts of all the block's
-// warps. See split_operands.cuh.
+// proj_a or proj_b, scaled by LayerNorm's scale, in shared memory: an operand in two parts of all
+// the block's warps. See split_operands.cuh.
 #pragma once
 
 #include "outer_product_mean/split_operands.cuh"
 
-struct Projections {
-    uint4 weight[2][kColumnTiles][kSteps][kWarpSize];  // of proj_a and proj_b: mma's b, in order
-    float2 channel[2][kHidden];                        // a sum's factor, and what is added then
-    float bound[2][kColumnTiles];                      // of |a| and |b|
+struct SharedProjection {
+    uint4 weight[kColumnTiles][kSteps][kWarpSize];  // big and small parts, as mma's b
+    float2 channel[kHidden];                        // a sum's factor, and what is added then
+    float bound[kColumnTiles];                      // of |a| or |b|
 };
 
-__device__ int shift_of(const Projections& projections, int matrix) {
+__device__ int shift_of(const SharedProjection& projection) {
     float bound = 0;
-    for (int tile = 0; tile < kColumnTiles; ++tile) {
-        bound = fmaxf(bound, projections.bound[matrix][tile]);
-    }
+    for (int tile = 0; tile < kColumnTiles; ++tile) bound = fmaxf(bound, projection.bound[tile]);
     return shift_of(bound);
 }
 
-// One tile's part of them, by one warp.
-__device__ void store_projection(Projections& projections, int matrix, int tile,
+// One tile's part of it, by one warp; at: where the factor of the lane's channel goes.
+__device__ void store_projection(SharedProjection& to, int tile, int at,
                                  const Projection& projection) {
     const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-        projections.weight[matrix][tile][step][lane] =
+        to.weight[tile][step][lane] =
             make_uint4(projection.big[step][0], projection.big[step][1], projection.small[step][0],
                        projection.small[step][1]);
     }
-    if (lane % 4 == 0) {
-        projections.channel[matrix][channel_of(tile, lane / 4)] =
-            make_float2(projection.factor, projection.constant);
-    }
-    if (lane == 0) projections.bound[matrix][tile] = projection.bound;
+    if (lane % 4 == 0) to.channel[at] = make_float2(projection.factor, projection.constant);
+    if (lane == 0) to.bound[tile] = projection.bound;
 }
 
-// sums = x · projection for proj_a or proj_b: 16 rows by the columns of channel_of. Products with a
+// sums = x · projection: 16 rows by the columns of channel_of. Products with a
 // small part have a sum of their own: mma truncates what it adds, and of these it matters less.
-__device__ void project(const Projections& projections, int matrix,
-                        const uint32_t (&big)[kSteps][4], const uint32_t (&small)[kSteps][4],
-                        float (&sums)[kColumnTiles][4]) {
+__device__ void project(const SharedProjection& projection, const uint32_t (&big)[kSteps][4],
+                        const uint32_t (&small)[kSteps][4], float (&sums)[kColumnTiles][4]) {
     const int lane = threadIdx.x % kWarpSize;
     float small_sums[kColumnTiles][4] = {};
     for (int at = 0; at < 4 * kColumnTiles; ++at) sums[at / 4][at % 4] = 0;
@@ -47,7 +41,7 @@ __device__ void project(const Projections& projections, int matrix,
     for (int step = 0; step < kSteps; ++step) {
         uint4 w[kColumnTiles];
         for (int tile = 0; tile < kColumnTiles; ++tile) {
-            w[tile] = projections.weight[matrix][tile][step][lane];
+            w[tile] = projection.weight[tile][step][lane];
         }
         for (int tile = 0; tile < kColumnTiles; ++tile) {
             mma_m16n8k16_fp16(small_sums[tile], small[step], {w[tile].x, w[tile].y});
@@ -64,10 +58,9 @@ __device__ void project(const Projections& projections, int matrix,
 }
 
 // The lane's 8 channels, from 8t on, of row g (half 0) or g + 8 of a tile, times mask and scale.
-__device__ void finish(const Projections& projections, int matrix,
-                       const float (&sums)[kColumnTiles][4], int half, float factor, uint4& big,
-                       uint4& small) {
-    const float2* channel = &projections.channel[matrix][threadIdx.x % 4 * 8];
+__device__ void finish(const SharedProjection& projection, const float (&sums)[kColumnTiles][4],
+                       int half, float factor, uint4& big, uint4& small) {
+    const float2* channel = &projection.channel[threadIdx.x % 4 * 8];
     uint32_t words[2][kColumnTiles];
     for (int c = 0; c < kColumnTiles; ++c) {
         const float2 first = channel[2 * c], second = channel[2 * c + 1];

@@ -74,8 +74,7 @@ __global__ void __launch_bounds__(kProjectWarps* kWarpSize, kProjectBlocks)
                    const float* proj_a_bias, const float* proj_b_weight, const float* proj_b_bias,
                    __half* a, __half* b, float* shifts, int S, int N, int steps, int padded_n,
                    int tiles) {
-    DYNAMIC_SHARED(Projections, shared);
-    Projections& projections = *shared;
+    DYNAMIC_SHARED(SharedProjection, projections);
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
     next_kernel_may_start();
     {
@@ -86,11 +85,12 @@ __global__ void __launch_bounds__(kProjectWarps* kWarpSize, kProjectBlocks)
         scale_projection(projection, channel_of(warp % kColumnTiles, lane / 4),
                          is_a ? proj_a_weight : proj_b_weight, is_a ? proj_a_bias : proj_b_bias,
                          affine);
-        store_projection(projections, is_a ? 0 : 1, warp % kColumnTiles, projection);
+        store_projection(projections[is_a ? 0 : 1], warp % kColumnTiles,
+                         channel_of(warp % kColumnTiles, lane / 4), projection);
     }
     __syncthreads();
     if (blockIdx.x == 0 && threadIdx.x < 2) {
-        shifts[threadIdx.x] = shift_of(projections, threadIdx.x);
+        shifts[threadIdx.x] = shift_of(projections[threadIdx.x]);
     }
 
     for (int tile = blockIdx.x * kProjectWarps + warp; tile < tiles;
@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kProjectWarps* kWarpSize, kProjectBlocks)
         load_operands(msa, mask, row_of, big, small, present);
         for (int matrix = 0; matrix < 2; ++matrix) {
             float sums[kColumnTiles][4];
-            project(projections, matrix, big, small, sums);
-            const float scale = power_of_two(shift_of(projections, matrix));
+            project(projections[matrix], big, small, sums);
+            const float scale = power_of_two(shift_of(projections[matrix]));
             const int residues = matrix == 0 ? kTileI : kTileJ;  // of a tile
             const int64_t tile_index = batch * (padded_n / residues) + n / residues;
             __half* to =
@@ -115,9 +115,9 @@ __global__ void __launch_bounds__(kProjectWarps* kWarpSize, kProjectBlocks)
                 ((tile_index * steps + step) * residues * 2 + n % residues) * kPartElements;
             to += lane % 4 * (2 * kCore) + lane / 4 * 8;
             for (int half = 0; half < 2; ++half, to += kCore) {
-                uint4 words[2] = {};  // zeros past the edges, whatever load_tile found there
-                if (row_of(half) >= 0) {
-                    finish(projections, matrix, sums, half, present[half] * scale, words[0],
+                uint4 words[2] = {};      // zeros past the edges
+                if (row_of(half) >= 0) {  // a branch, since without one registers do not suffice
+                    finish(projections[matrix], sums, half, present[half] * scale, words[0],
                            words[1]);
                 }
                 *reinterpret_cast<uint4*>(to) = words[0];
@@ -146,7 +146,7 @@ inline cudaError_t write_inputs(const float* msa, const float* mask, const float
     const int tiles = batches * steps * padded_n;
     const int blocks = min(ceil_div(tiles, kProjectWarps), multiprocessors() * kProjectBlocks);
     return LAUNCH(project_kernel, dim3(blocks), dim3(kProjectWarps * kWarpSize),
-                  sizeof(Projections), stream)
+                  2 * sizeof(SharedProjection), stream)
         .early(EARLY)(msa, mask, layer_norm_weight, layer_norm_bias, proj_a_weight, proj_a_bias,
                       proj_b_weight, proj_b_bias, a, b, shifts, S, N, steps, padded_n, tiles);
 }
