@@ -138,14 +138,14 @@ __global__ void __launch_bounds__(kCoreThreads, kBlocks)
     __half* values = keys + 2 * kKeyHalves;          // two tiles
     float* biases = reinterpret_cast<float*>(values + 2 * kKeyHalves);
     const int query_tiles = ceil_div(S, kQueries), tiles = ceil_div(S, kKeys);
-    const int64_t column_head = blockIdx.x / query_tiles, column = column_head / H;
+    const int column_head = blockIdx.x / query_tiles, column = column_head / H;
     const int head = column_head % H, first = blockIdx.x % query_tiles * kQueries;
-    const int64_t row = column / N * S * N + column % N;  // of s 0 in msa
-    const int64_t stride = int64_t(N) * D * 2;            // halves from s to s + 1 in q
-    __half* own = q + (row * H + head) * 2 * kHeadDim;    // the block's column and head
-    k += column_head * S * 2 * kHeadDim;
-    v += column_head * S * 2 * kHeadDim;
-    key_bias += column * tiles * kKeys;
+    const int64_t row = int64_t(column / N) * S * N + column % N;  // of s 0 in msa
+    const int64_t stride = int64_t(N) * D * 2;                     // halves from s to s + 1 in q
+    __half* own = q + (row * H + head) * 2 * kHeadDim;             // the block's column and head
+    k += int64_t(column_head) * S * 2 * kHeadDim;
+    v += int64_t(column_head) * S * 2 * kHeadDim;
+    key_bias += int64_t(column) * tiles * kKeys;
 
     const auto load = [=](int tile) {
         const int s = tile * kKeys, place = tile % 2;
