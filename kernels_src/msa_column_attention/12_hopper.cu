@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kCoreThreads, 1)
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < kTiles + 1; ++stage) {
             barrier_init(full + stage, 1);
-            barrier_init(empty + stage, kCoreWarps);
+            barrier_init(empty + stage, stage < kTiles ? kCoreWarps : kCoreWarps * kWarpSize);
         }
         barrier_init_fence();
     }
@@ -126,9 +126,7 @@ __global__ void __launch_bounds__(kCoreThreads, 1)
             const bf16* from = copied + i / 2 * (kQueries * 8) + at + i % 2 * 64;
             pair = row0 < S ? load_pair(from) : 0;
         }
-        // All lanes have read before lane 0 arrives; racecheck overlooks that, and reports 31.
-        __syncwarp();
-        if (lane == 0) barrier_arrive(empty + kTiles);
+        barrier_arrive(empty + kTiles);  // each lane, of what it has read itself
         float sums[4 * (kChunks + 1)];
         attend(ring, full, empty, place, ceil_div(S, kKeys), query, sums);
         if (row0 >= S) continue;
