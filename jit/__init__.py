@@ -8,6 +8,7 @@ A module imports only those above it:
     first_error   the first error in what a compiler printed
     errors        what the loader raises, and how a notebook shows it
     signature     EXPORT functions, read from the source
+    packed        an EXPORT function's arguments as one piece of memory, which is quicker to pass
     toolchain     where compilers, headers and tools are, and whether they fit together
     flags         the compilers' options
     headers       what a compiler read beside the source

@@ -23,8 +23,9 @@ from typing import NamedTuple
 import torch
 
 from jit.files import digest, digest_of
-from jit.flags import compiler_flags, include_folders
+from jit.flags import compiler_flags, include_folders, linker_flags
 from jit.headers import Headers
+from jit.packed import text_of
 from jit.source import Source, Target
 from jit.toolchain import CHANGING, host_compiler, nvcc
 
@@ -91,7 +92,8 @@ def recipe_of(source: Source, target: Target) -> str:
     if target.backend == "cuda":
         compilers += [nvcc(), host_compiler("CC", "gcc")]
     parts = (
-        *(source, target, compiler_flags(source, target), include_folders(source, target)),
+        *(source, text_of(source), target),
+        *(compiler_flags(source, target), include_folders(source, target), linker_flags(target)),
         *((str(compiler.path), compiler.version) for compiler in compilers),
         *map(os.environ.get, CHANGING),
         *(torch.__version__, torch.compiled_with_cxx11_abi(), sys.implementation.cache_tag),

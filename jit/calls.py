@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from jit.library import Library, schedule
+from jit.packed import WRONG_ADDRESS
 from jit.signature import POINTERS, SCALARS, Export
 from jit.source import Target
 from jit.toolchain import arch_of
@@ -24,23 +25,25 @@ RANGES = {
 CALLER = """
 def {name}({parameters}):
     \"\"\"{declaration}\"\"\"
+    _call = None
     try:
+        {addresses}, = _map(_data_ptr, ({pointers},))  # raises TypeError for what is not a tensor
         _index = {first}.get_device()
-        _plain = {checks}
+        if {checks}:
+            _call = _functions.get(_index)
     except Exception:
-        _plain = False
-    if not _plain:
+        pass
+    if _call is None:
         _index, {values} = _carefully(({parameters},))
-    _code = (_functions.get(_index) or _open(_index))({values})
+        _call = _functions.get(_index) or _open(_index)
+    _code = _call({values})
     if _code:
-        _fail(_index, _code)
+        _fail(_index, _code, ({parameters},))
 """
 KIND_CHECK = (
     "{name}.dtype is _dtype_{name} and {name}.get_device() == _index"
     " and {name}.is_contiguous() and not {name}.is_neg()"
 )
-ADDRESS_CHECK = "(_at_{name} := _data_ptr({name}))"  # raises TypeError for what is not a tensor
-ALIGNMENT_CHECK = "not ({addresses}) & 15"
 SCALAR_CHECK = "type({name}) is {type} and {low!r} <= {name} <= {high!r}"
 
 
@@ -48,10 +51,11 @@ def caller(export: Export, library: Callable[[Target], Library]) -> Callable[...
     """The Python function for an EXPORT function; `library` gives, or builds, the one for a target.
 
     It is written out for the signature: a loop over the parameters would cost more than most launches. It
-    lets through what is plainly right, and leaves all else to `_checked`, which names what is wrong.
+    lets through what is plainly right, and leaves all else to `_checked`, which names what is wrong. Whether
+    addresses are right is left to the library (packed.py).
 
     Its attribute `repeat` is for arguments whose dtypes, devices and strides are known to be those of a call
-    that was right, and numbers the same: it looks at the tensors' addresses alone.
+    that was right, and numbers the same: only the tensors' addresses are looked at.
     """
     functions: dict[int, Callable[..., int]] = {}  # by the device's index, -1 for the CPU
 
@@ -62,10 +66,13 @@ def caller(export: Export, library: Callable[[Target], Library]) -> Callable[...
             functions[index] = library(_target(index)).on_gpu(export, index)
         return functions[index]
 
-    def fail(index: int, code: int) -> None:
+    def fail(index: int, code: int, arguments: Sequence[Any]) -> None:
+        if code == WRONG_ADDRESS:
+            _checked(export, arguments)
         raise RuntimeError(f"{export.name}: {library(_target(index)).error_text(code)}")
 
     names = {
+        "_map": map,
         "_data_ptr": Tensor.data_ptr,
         "_carefully": functools.partial(_checked, export),
         "_functions": functions,
@@ -75,7 +82,7 @@ def caller(export: Export, library: Callable[[Target], Library]) -> Callable[...
     names |= {f"_dtype_{name}": POINTERS[c_type] for name, c_type in export.parameters if c_type in POINTERS}
     exec(_text_of(export, _checks(export)), names)
     function = names[export.name]
-    exec(_text_of(export, _address_checks(export)), names)
+    exec(_text_of(export, []), names)
     function.repeat = names[export.name]
     return function
 
@@ -107,12 +114,15 @@ def _on_cpu(export: Export, library: Callable[[Target], Library]) -> Callable[..
 
 def _text_of(export: Export, checks: Sequence[str]) -> str:
     """The text of a Python function that passes on what these checks let through."""
+    pointers = _pointers(export)
     return CALLER.format(
         name=export.name,
         parameters=", ".join(name for name, _ in export.parameters),
         declaration=export.declaration,
-        first=_pointers(export)[0],
-        checks=" and ".join(checks),
+        pointers=", ".join(pointers),
+        addresses=", ".join(f"_at_{name}" for name in pointers),
+        first=pointers[0],
+        checks=" and ".join(checks) or "True",
         values=", ".join(f"_at_{name}" if c_type in POINTERS else name for name, c_type in export.parameters),
     )
 
@@ -124,15 +134,7 @@ def _checks(export: Export) -> list[str]:
         if c_type in SCALARS:
             low, high = RANGES[c_type]
             checks.append(SCALAR_CHECK.format(name=name, type=type(low).__name__, low=low, high=high))
-    return checks + _address_checks(export)
-
-
-def _address_checks(export: Export) -> list[str]:
-    """That every tensor has memory that starts where kernels may read 16 bytes at once."""
-    pointers = _pointers(export)
-    addresses = " | ".join(f"_at_{name}" for name in pointers)
-    checks = [ADDRESS_CHECK.format(name=name) for name in pointers]
-    return [*checks, ALIGNMENT_CHECK.format(addresses=addresses)]
+    return checks
 
 
 def _pointers(export: Export) -> list[str]:

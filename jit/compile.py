@@ -15,6 +15,7 @@ from jit.cache import temporary_folder
 from jit.errors import KernelCompileError
 from jit.files import digest
 from jit.flags import compiler_flags, include_folders, linker_flags
+from jit.packed import text_of
 from jit.source import Source, Target
 from jit.toolchain import cuda_runtime, ninja_folder, nvcc
 
@@ -87,7 +88,7 @@ def _unquoted(folder: str) -> str:
 def _arguments(source: Source, target: Target, staging: Path) -> dict[str, Any]:
     """load_inline's arguments for a source."""
     file = source.file.replace("\\", "\\\\").replace('"', '\\"')
-    text = f'#line 1 "{file}"\n{source.text}'
+    text = f'#line 1 "{file}"\n{source.text}\n#line 1 "calls of {file}"{text_of(source)}'
     flags = [_quoted(flag) for flag in compiler_flags(source, target)]
     if target.backend == "cpu":
         return {

@@ -44,8 +44,11 @@ def include_folders(source: Source, target: Target) -> list[str]:
 
 def linker_flags(target: Target) -> tuple[str, ...]:
     """The linker's options."""
-    as_needed = "-Wl,--as-needed"  # torch's own libraries are on the command line, and not needed
-    return (as_needed, *(SANITIZER_FLAGS if _is_sanitized(target) else ("-Wl,-z,defs",)))
+    common = (
+        "-Wl,--as-needed",  # torch's own libraries are on the command line, and not needed
+        "-Wl,-Bsymbolic-functions",  # a function whose name the C library has too is the source's own
+    )
+    return (*common, *(SANITIZER_FLAGS if _is_sanitized(target) else ("-Wl,-z,defs",)))
 
 
 def _is_sanitized(target: Target) -> bool:

@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from jit.cache import Build
-from jit.signature import SCALARS, Export
+from jit.packed import PREFIX, layout
+from jit.signature import Export
 from jit.source import Target
 
 
@@ -56,38 +57,38 @@ class Library:
         self.build = build
         self.handle = ctypes.CDLL(str(build.library))
 
-    def function(self, export: Export) -> Callable[..., int]:
-        """The C function; pointers and the stream are passed as integers."""
-        function = self.handle[export.name]
-        types = [SCALARS.get(parameter.type, ctypes.c_void_p) for parameter in export.parameters]
-        function.argtypes = [*types, ctypes.c_void_p]
+    def function(self, export: Export) -> Callable[[bytes], int]:
+        """The C function that takes the arguments and the stream as `layout(export)` packs them."""
+        self.handle[export.name]  # raises AttributeError where an #if left it out
+        function = self.handle[PREFIX + export.name]
+        function.argtypes = [ctypes.c_char_p]
         return function
 
     def on_cpu(self, export: Export) -> Callable[..., int]:
         """A call on the CPU: order and seed, then the function's own arguments."""
-        function = self.function(export)
+        function, pack = self.function(export), layout(export).pack
         try:
             set_order = self.handle.cpu_schedule
         except AttributeError:  # a source without cuda.cuh
-            return lambda order, seed, *values: function(*values, None)
+            return lambda order, seed, *values: function(pack(*values, 0))
         set_order.argtypes = [ctypes.c_int, ctypes.c_uint64]
 
         def call(order: int, seed: int, *values: float) -> int:
             set_order(order, seed)
-            return function(*values, None)
+            return function(pack(*values, 0))
 
         return call
 
     def on_gpu(self, export: Export, index: int) -> Callable[..., int]:
         """A call on a GPU, on its current stream."""
-        function = self.function(export)
+        function, pack = self.function(export), layout(export).pack
         current_device, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
         def call(*values: float) -> int:
             if current_device() == index:
-                return function(*values, stream_of(index))
+                return function(pack(*values, stream_of(index)))
             with torch.cuda.device(index):
-                return function(*values, stream_of(index))
+                return function(pack(*values, stream_of(index)))
 
         return call
 

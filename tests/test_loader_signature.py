@@ -46,6 +46,10 @@ EXPORT cudaError_t names(float* index, float* plain, float* functions, float* co
     index[0] = 1, plain[0] = 2, functions[0] = 3, code[0] = 4;
     return cudaSuccess;
 }
+EXPORT cudaError_t getpid(float* x, cudaStream_t stream) {  // the C library has one too
+    x[0] = 5;
+    return cudaSuccess;
+}
 EXPORT cudaError_t keyword(float* lambda, int in, cudaStream_t stream) {
     lambda[0] = in;
     return cudaSuccess;
@@ -176,6 +180,12 @@ def test_arguments_can_be_given_by_name(kernels):
     target = torch.zeros(4)
     kernels.keyword(lambda_=target, in_=5)
     assert target[0] == 5
+
+
+def test_a_function_can_have_the_name_of_one_in_the_c_library(kernels):
+    x = torch.zeros(4)
+    kernels.getpid(x)
+    assert x[0] == 5
 
 
 def test_arguments_can_have_names_that_the_caller_itself_uses(kernels):
