@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from types import MappingProxyType
+from operator import is_
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -55,8 +56,34 @@ class CheckedCall(NamedTuple):
 
     is_like: Callable[..., bool]  # whether msa, mask and parameters differ from its own in addresses at most
     parameter_count: int
-    run: Callable[[Any, Any, Tensor, Tensor], Tensor]
-    kernels: Any  # whose functions look at addresses alone
+    repeat: Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]  # of msa, mask and parameters
+
+
+Launches = list[tuple[str, tuple[Any, ...]]]  # of a stage's run: names and arguments
+
+
+def noting(kernels: Any, launches: Launches) -> SimpleNamespace:
+    """The functions of `kernels`, which also note their calls."""
+
+    def noted(name: str, function: Callable[..., None]) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            launches.append((name, arguments))
+            function(*arguments)
+
+        return call
+
+    functions = {name: getattr(kernels, name) for name in vars(kernels.repeats)}
+    return SimpleNamespace(**{name: noted(name, function) for name, function in functions.items()})
+
+
+def single_launch(launches: Launches, inputs: Sequence[Tensor], output: Tensor) -> tuple[str, tuple] | None:
+    """Name and numbers of the one launch that made an output like msa from all inputs in order, or None."""
+    if len(launches) != 1 or output.shape != inputs[0].shape:
+        return None
+    [(name, arguments)] = launches
+    numbers = arguments[len(inputs) + 1 :]
+    in_order = all(map(is_, arguments, (*inputs, output)))
+    return (name, numbers) if in_order and not any(isinstance(each, Tensor) for each in numbers) else None
 
 
 class FusedModule(nn.Module):
@@ -81,7 +108,8 @@ class FusedModule(nn.Module):
         fused.__dict__ |= {**reference.__dict__, "_modules": dict(reference._modules)}
         return fused
 
-    def as_arguments(self, parameters: Sequence[Tensor]) -> Any:
+    @staticmethod
+    def as_arguments(shape: Any, parameters: Sequence[Tensor]) -> Any:
         """What stages take in place of a module that has these parameters."""
         raise NotImplementedError
 
@@ -100,7 +128,7 @@ class FusedModule(nn.Module):
         parameters = [p for layer in layers for p in layer._parameters.values() if p is not None]
         call = self._calls.get(msa.shape)
         if call and len(parameters) == call.parameter_count and call.is_like(msa, mask, *parameters):
-            return call.run(call.kernels, self.as_arguments(parameters), msa, mask)
+            return call.repeat(msa, mask, parameters)
         if type(mask) is not Tensor or under_autocast(msa):
             return self._traceable(msa, mask)
         return self._checked(msa, mask, parameters)
@@ -125,12 +153,34 @@ class FusedModule(nn.Module):
         check_parameters(self.operator, shape, parameters)
         stage = self.fastest_stage(shape, msa.dtype, msa.device)
         kernels = stage.load(shape)
-        output = stage.run(kernels, self.as_arguments(parameters), msa, mask)
+        launches: Launches = []
+        output = stage.run(noting(kernels, launches), self.as_arguments(shape, parameters), msa, mask)
         guards = TensorGuards(msa, mask, *parameters, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        call = CheckedCall(guards.check, len(parameters), stage.run, kernels.repeats)
+        launch = single_launch(launches, (msa, mask, *parameters), output)
+        repeat = self._repeat(stage, shape, kernels.repeats, launch)
+        call = CheckedCall(guards.check, len(parameters), repeat)
         kept = [*self._calls.items()][1 - KEPT_CALLS :]
         self._calls = {**dict(kept), msa.shape: call}
         return output
+
+    def _repeat(
+        self, stage: Stage, shape: Any, kernels: Any, launch: tuple[str, tuple] | None
+    ) -> Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]:
+        """What a later call does, with kernels that look at addresses alone.
+
+        Where a stage launches one kernel and does nothing else, its own Python is left out.
+        """
+        if launch is None:
+            run, as_arguments = stage.run, self.as_arguments  # not the module, which has its calls
+            return lambda msa, mask, parameters: run(kernels, as_arguments(shape, parameters), msa, mask)
+        function, numbers = getattr(kernels, launch[0]), launch[1]
+
+        def repeat(msa: Tensor, mask: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+            output = torch.empty_like(msa)
+            function(msa, mask, *parameters, output, *numbers)
+            return output
+
+        return repeat
 
     def _traceable(self, msa: Tensor, mask: Tensor) -> Tensor:
         parameters = [parameter.detach() for parameter in self.parameters()]

@@ -43,9 +43,10 @@ class FusedMSAColumnAttention(FusedModule, MSAColumnAttention):
     operator = MSA_COLUMN_ATTENTION
     fastest_stage = staticmethod(fastest_stage)
 
-    def as_arguments(self, parameters: Sequence[Tensor]) -> Parameters:
+    @staticmethod
+    def as_arguments(shape: Shape, parameters: Sequence[Tensor]) -> Parameters:
         """What stages take in place of a module that has these parameters."""
-        return Parameters(self.num_heads, tuple(parameters))
+        return Parameters(shape.H, tuple(parameters))
 
     def as_custom_op(self, msa: Tensor, mask: Tensor, parameters: list[Tensor]) -> Tensor:
         """The call as one node of a graph."""

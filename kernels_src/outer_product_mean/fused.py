@@ -39,7 +39,8 @@ class FusedOuterProductMean(FusedModule, OuterProductMean):
     operator = OUTER_PRODUCT_MEAN
     fastest_stage = staticmethod(fastest_stage)
 
-    def as_arguments(self, parameters: Sequence[Tensor]) -> Parameters:
+    @staticmethod
+    def as_arguments(shape: Shape, parameters: Sequence[Tensor]) -> Parameters:
         """What stages take in place of a module that has these parameters."""
         return Parameters._make(parameters)
 
