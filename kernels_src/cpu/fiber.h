@@ -29,7 +29,7 @@ struct Context {
         "pushq %%rbp; pushq %%rbx; pushq %%r12; pushq %%r13; pushq %%r14; pushq %%r15\n"
         "movq %%rsp, (%%rdi); movq (%%rsi), %%rsp\n"
         "popq %%r15; popq %%r14; popq %%r13; popq %%r12; popq %%rbx; popq %%rbp\n"
-        "ret" ::
+        "popq %%rcx; jmp *%%rcx" ::
             : "memory");
 }
 
