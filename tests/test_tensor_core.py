@@ -109,6 +109,20 @@ def test_each_element_of_a_and_b_is_where_the_isa_has_it(kernels, device, kind, 
 
 
 @on_either_device
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_every_number_of_16_bits_is_read_as_what_it_is(kernels, device, kind):
+    """Infinities, NaN and fp16's subnormal numbers too; those of bf16 have products below float's range."""
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(DTYPES[kind])
+    values = torch.where(values.float().abs() < 2.0**-126, 0, values)
+    a, b = torch.zeros(4096, 16, 16).to(values), torch.zeros(4096, 16, 8).to(values)
+    a[:, :, 0], b[:, 0] = values.view(4096, 16), 1
+    got = multiply(kernels, device, kind, a, b)
+    expected = values.float().view(4096, 16, 1).expand(got.shape)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert torch.equal(got.nan_to_num(0), expected.nan_to_num(0))
+
+
+@on_either_device
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_product_is_as_accurate_as_fp32_sums(kernels, device, kind, seed):
     generator = torch.Generator().manual_seed(seed)

@@ -10,15 +10,16 @@
 #include <vector>
 
 #include "backend.h"
+#include "tensor_core.h"
 
 namespace [[gnu::visibility("hidden")]] cpu {
 
 // ---- wgmma
 
-// A bf16 or fp16 in memory.
+// Of bf16 or fp16.
 template <typename T>
-UNSEEN float value_of(const void* from) {
-    return static_cast<float>(*static_cast<const T*>(from));
+UNSEEN Floats values_of(Words bits) {
+    return std::is_same_v<T, __half> ? fp16_values(bits) : bf16_values(bits);
 }
 
 // An operand in shared memory, from its 64 bits.
@@ -33,11 +34,16 @@ struct Operand {
           mn_stride((bits >> 32 & 0x3FFF) * 16),
           major(m) {}
 
-    template <typename T>
-    UNSEEN float at(int mn, int k) const {
+    // Where the 8 x 8 core matrix of this element is, of 128 bytes.
+    UNSEEN const char* core(int mn, int k) const {
+        return start + k / 8 * k_stride + mn / 8 * mn_stride;
+    }
+    UNSEEN uint32_t at(int mn, int k) const {
         const int row = major == Major::K ? mn % 8 : k % 8,
                   place = major == Major::K ? k % 8 : mn % 8;
-        return value_of<T>(start + k / 8 * k_stride + mn / 8 * mn_stride + row * 16 + place * 2);
+        uint16_t bits;
+        memcpy(&bits, core(mn, k) + row * 16 + place * 2, sizeof bits);
+        return bits;
     }
 };
 
@@ -49,28 +55,78 @@ struct Product {
     bool from_registers;
     uint64_t a, b;
     Major major_a, major_b;
-    float rows[2][16];  // of A, if it comes from registers
+    uint32_t rows[2][16];  // of A, if it comes from registers: bits
     void (*run)(Product&, float* sums);
     IN_RACES(Flight flight;              // lane 0's, for its warp
              const uint32_t* fragment;)  // of A, if it comes from registers
 };
 
+// B as floats. 128 threads read the same, one after another: it is converted for the first of them,
+// and again for one who finds other bytes there.
+struct Converted {
+    Major major;
+    int columns = 0;
+    std::vector<char> bytes;    // of core matrices
+    std::vector<float> values;  // 16 of each column, by pairs of columns
+
+    UNSEEN const float* at(int n, int k) const { return values.data() + n * 16 + k * 2; }
+    UNSEEN char* kept(int n, int k) { return bytes.data() + n * 32 + k * 16; }
+
+    UNSEEN bool holds(const Operand& b, int count) {
+        bool same = columns >= count && major == b.major;
+        for (int n = 0; same && n < count; n += 8) {
+            same = memcmp(kept(n, 0), b.core(n, 0), 128) == 0 &&
+                   memcmp(kept(n, 8), b.core(n, 8), 128) == 0;
+        }
+        return same;
+    }
+    template <typename T>
+    UNSEEN void convert(const Operand& b, int count) {
+        major = b.major;
+        columns = count;
+        bytes.resize(count * 32);
+        values.resize(count * 16);
+        for (int n = 0; n < count; n += 2) {
+            for (int k = 0; k < 16; k += 2) {
+                const Words bits{b.at(n, k), b.at(n + 1, k), b.at(n, k + 1), b.at(n + 1, k + 1)};
+                const Floats four = values_of<T>(bits);
+                memcpy(&values[n * 16 + k * 2], &four, sizeof four);
+            }
+        }
+        for (int n = 0; n < count; n += 8) {
+            for (int k = 0; k < 16; k += 8) memcpy(kept(n, k), b.core(n, k), 128);
+        }
+    }
+    template <typename T>
+    UNSEEN static const Converted& of(uint64_t operand, Major major, int count) {
+        static thread_local std::unordered_map<uint64_t, Converted> all;
+        Converted& converted = all[operand];
+        const Operand b(operand, major);
+        if (!converted.holds(b, count)) converted.convert<T>(b, count);
+        return converted;
+    }
+};
+
 template <typename T>
 UNSEEN void run_product(Product& product, float* sums) {
     const int thread = current_thread->number % 128, quarter = thread % 4;
-    const Operand a(product.a, product.major_a), b(product.b, product.major_b);
-    if (!product.accumulate) std::fill_n(sums, product.count, 0.0f);
-    for (int half = 0; half < 2; ++half) {
-        float* row = product.rows[half];
-        if (!product.from_registers) {
-            const int m = thread / 32 * 16 + thread % 32 / 4 + 8 * half;
-            for (int k = 0; k < 16; ++k) row[k] = a.at<T>(m, k);
+    const Operand a(product.a, product.major_a);
+    const Converted& b = Converted::of<T>(product.b, product.major_b, 2 * product.count);
+    for (int half = 0; half < 2 && !product.from_registers; ++half) {
+        const int m = thread / 32 * 16 + thread % 32 / 4 + 8 * half;
+        for (int k = 0; k < 16; ++k) product.rows[half][k] = a.at(m, k);
+    }
+    float rows[2][16];
+    convert<values_of<T>>(product.rows, rows);
+    for (int i = 0; i < product.count; i += 4) {  // 2 columns in both rows, side by side
+        Floats sum{};
+        if (product.accumulate) memcpy(&sum, sums + i, sizeof sum);
+        for (int k = 0; k < 16; ++k) {
+            const Floats left{rows[0][k], rows[0][k], rows[1][k], rows[1][k]};
+            const float* right = b.at(2 * (i + quarter), k);
+            sum += left * Floats{right[0], right[1], right[0], right[1]};
         }
-        for (int i = 0; i < product.count / 2; ++i) {
-            const int n = i / 2 * 8 + 2 * quarter + i % 2;
-            float& sum = sums[i / 2 * 4 + 2 * half + i % 2];
-            for (int k = 0; k < 16; ++k) sum += row[k] * b.at<T>(n, k);
-        }
+        memcpy(sums + i, &sum, sizeof sum);
     }
 }
 
@@ -155,14 +211,12 @@ inline Flight start_reads(const Product& product, int warp, Site site) {
 
 // The lanes of a warp meet, for all must name the same operands; A's fragments are spread over
 // quads.
-inline void start_product(Product& product, const uint32_t* fragment,
-                          float (*value_of)(const void*), Site site) {
+inline void start_product(Product& product, const uint32_t* fragment, Site site) {
     IN_RACES(const Quiet quiet;)
     struct Lane {
         Product* product;
         const uint32_t* fragment;
-        float (*value_of)(const void*);
-    } lane{&product, fragment, value_of};
+    } lane{&product, fragment};
     meet(~0u, "wgmma", site, lane, [](const Lanes& lanes) {
         lanes.each([&](int l) {
             const Lane& first = lanes.data<Lane>(0);
@@ -175,8 +229,7 @@ inline void start_product(Product& product, const uint32_t* fragment,
             for (int k = 0; self.fragment && k < 16; ++k) {
                 const uint32_t* from = lanes.data<Lane>(l / 4 * 4 + k % 8 / 2).fragment;
                 for (int half = 0; half < 2; ++half) {
-                    const uint16_t bits = from[k / 8 * 2 + half] >> 16 * (k % 2);
-                    self.product->rows[half][k] = self.value_of(&bits);
+                    self.product->rows[half][k] = from[k / 8 * 2 + half] >> 16 * (k % 2) & 0xFFFF;
                 }
             }
         });
@@ -272,7 +325,7 @@ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool accumulate,
     cpu::Product product{
         d, kCount,  accumulate, false, a,
         b, kMajorA, kMajorB,    {},    cpu::run_product<T> IN_RACES(, {}, nullptr)};
-    cpu::start_product(product, nullptr, cpu::value_of<T>, site);
+    cpu::start_product(product, nullptr, site);
 }
 template <typename T, Major kMajorB, int kCount>
 void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumulate,
@@ -280,7 +333,7 @@ void wgmma(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool accumula
     cpu::Product product{
         d, kCount,   accumulate, true, 0,
         b, Major::K, kMajorB,    {},   cpu::run_product<T> IN_RACES(, {}, nullptr)};
-    cpu::start_product(product, a, cpu::value_of<T>, site);
+    cpu::start_product(product, a, site);
 }
 
 inline void barrier_init(Barrier* barrier, int arrivals, cpu::Site site = cpu::Site::here()) {

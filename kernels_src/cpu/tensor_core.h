@@ -18,14 +18,22 @@ void meet_warp(const char* name, Site site, Data& data, Operation operation) {
     meet(0xFFFFFFFF, name, site, data, operation);
 }
 
-UNSEEN inline float tf32_value(uint32_t bits) {
-    return bits_as<float>(bits & 0xFFFFE000);
+// Four elements of an operand, the lowest bits of four words, as floats.
+typedef uint32_t Words __attribute__((vector_size(16)));
+typedef float Floats __attribute__((vector_size(16)));
+
+UNSEEN inline Floats tf32_values(Words bits) {
+    return Floats(bits & 0xFFFFE000);
 }  // the GPU reads no more
-UNSEEN inline float bf16_value(uint16_t bits) { return bits_as<float>(uint32_t(bits) << 16); }
-UNSEEN inline float fp16_value(uint16_t bits) {
-    __half_raw raw;
-    raw.x = bits;
-    return __half2float(__half(raw));
+UNSEEN inline Floats bf16_values(Words bits) { return Floats(bits << 16); }
+// What is below 2^-14 is read with 2^-14 on top, which is then taken away.
+UNSEEN inline Floats fp16_values(Words bits) {
+    typedef int32_t Signed __attribute__((vector_size(16)));
+    const Words size = (bits & 0x7FFF) << 13;
+    const Words endless = Words(Signed(size) >= 31 << 23) & 112 << 23;
+    const Words small = Words(Floats(size + (113 << 23)) - 0x1p-14f);
+    const Words finite = Signed(size) < 1 << 23 ? small : size + (112 << 23);
+    return Floats((finite + endless) | (bits & 0x8000) << 16);
 }
 
 struct MmaOperands {
@@ -33,47 +41,68 @@ struct MmaOperands {
     const uint32_t *a, *b;
 };
 
-// d += a · b with a of 16 x kDepth and b of kDepth x 8, put together from the lanes' registers by
-// `gather`.
-template <int kDepth, typename Gather>
-void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* name, Site site,
-         Gather gather) {
-    MmaOperands operands{d, a, b};
-    meet_warp(name, site, operands, [gather](const Lanes& lanes) UNSEEN {
-        float left[16][kDepth], right[kDepth][8];
-        for (int lane = 0; lane < kLanes; ++lane) {
-            const MmaOperands& of = lanes.data<MmaOperands>(lane);
-            gather(left, right, of.a, of.b, lane / 4, lane % 4);
-        }
-        for (int lane = 0; lane < kLanes; ++lane) {
-            float* d = lanes.data<MmaOperands>(lane).d;
-            for (int i = 0; i < 4; ++i) {
-                const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-                for (int k = 0; k < kDepth; ++k) d[i] += left[row][k] * right[k][column];
-            }
-        }
-    });
-}
-
-template <float (*kValue)(uint16_t)>
-UNSEEN void gather_16bit(float (&left)[16][16], float (&right)[16][8], const uint32_t* a,
-                         const uint32_t* b, int g, int t) {
+// Operands of 16 bits, or of 32, from the registers of lane 4 * g + t.
+UNSEEN inline void gather(uint32_t (&left)[16][16], uint32_t (&right)[16][8], const uint32_t* a,
+                          const uint32_t* b, int g, int t) {
     for (int i = 0; i < 4; ++i) {
         const int row = g + i % 2 * 8, column = 2 * t + i / 2 * 8;
-        left[row][column] = kValue(a[i] & 0xFFFF);
-        left[row][column + 1] = kValue(a[i] >> 16);
+        left[row][column] = a[i] & 0xFFFF;
+        left[row][column + 1] = a[i] >> 16;
     }
     for (int i = 0; i < 2; ++i) {
         const int row = 2 * t + i * 8;
-        right[row][g] = kValue(b[i] & 0xFFFF);
-        right[row + 1][g] = kValue(b[i] >> 16);
+        right[row][g] = b[i] & 0xFFFF;
+        right[row + 1][g] = b[i] >> 16;
+    }
+}
+UNSEEN inline void gather(uint32_t (&left)[16][8], uint32_t (&right)[8][8], const uint32_t* a,
+                          const uint32_t* b, int g, int t) {
+    for (int i = 0; i < 4; ++i) left[g + i % 2 * 8][t + i / 2 * 4] = a[i];
+    for (int i = 0; i < 2; ++i) right[t + i * 4][g] = b[i];
+}
+
+template <Floats (*kValues)(Words), int kRows, int kColumns>
+UNSEEN void convert(const uint32_t (&words)[kRows][kColumns], float (&values)[kRows][kColumns]) {
+    for (int i = 0; i < kRows * kColumns; i += 4) {
+        Words four;
+        memcpy(&four, words[0] + i, sizeof four);
+        const Floats converted = kValues(four);
+        memcpy(values[0] + i, &converted, sizeof converted);
     }
 }
 
-UNSEEN inline void gather_tf32(float (&left)[16][8], float (&right)[8][8], const uint32_t* a,
-                               const uint32_t* b, int g, int t) {
-    for (int i = 0; i < 4; ++i) left[g + i % 2 * 8][t + i / 2 * 4] = tf32_value(a[i]);
-    for (int i = 0; i < 2; ++i) right[t + i * 4][g] = tf32_value(b[i]);
+// d += a · b with a of 16 x kDepth and b of kDepth x 8.
+template <int kDepth, Floats (*kValues)(Words)>
+void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* name,
+         Site site) {
+    MmaOperands operands{d, a, b};
+    meet_warp(name, site, operands, [](const Lanes& lanes) UNSEEN {
+        uint32_t left_words[16][kDepth], right_words[kDepth][8];
+        float left[16][kDepth], right[kDepth][8], sums[16][8];
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const MmaOperands& of = lanes.data<MmaOperands>(lane);
+            const int g = lane / 4, t = lane % 4;
+            gather(left_words, right_words, of.a, of.b, g, t);
+            memcpy(&sums[g][2 * t], of.d, 8);
+            memcpy(&sums[g + 8][2 * t], of.d + 2, 8);
+        }
+        convert<kValues>(left_words, left);
+        convert<kValues>(right_words, right);
+        for (int row = 0; row < 16; ++row) {
+            Floats sum[2], factors[2];  // four sums side by side
+            memcpy(sum, sums[row], sizeof sum);
+            for (int k = 0; k < kDepth; ++k) {
+                memcpy(factors, right[k], sizeof factors);
+                for (int i = 0; i < 2; ++i) sum[i] += left[row][k] * factors[i];
+            }
+            memcpy(sums[row], sum, sizeof sum);
+        }
+        for (int lane = 0; lane < kLanes; ++lane) {
+            float* d = lanes.data<MmaOperands>(lane).d;
+            memcpy(d, &sums[lane / 4][lane % 4 * 2], 8);
+            memcpy(d + 2, &sums[lane / 4 + 8][lane % 4 * 2], 8);
+        }
+    });
 }
 
 struct MatrixLoad {
@@ -116,20 +145,20 @@ void ldmatrix(uint32_t (&registers)[kMatrices], const void* row, bool transposed
 
 inline void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                              cpu::Site site = cpu::Site::here()) {
-    cpu::mma<8>(d, a, b, "mma_m16n8k8_tf32", site, cpu::gather_tf32);
+    cpu::mma<8, cpu::tf32_values>(d, a, b, "mma_m16n8k8_tf32", site);
 }
 inline void mma_m16n8k16_bf16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                               cpu::Site site = cpu::Site::here()) {
-    cpu::mma<16>(d, a, b, "mma_m16n8k16_bf16", site, cpu::gather_16bit<cpu::bf16_value>);
+    cpu::mma<16, cpu::bf16_values>(d, a, b, "mma_m16n8k16_bf16", site);
 }
 inline void mma_m16n8k8_bf16(float (&d)[4], const uint32_t (&a)[2], uint32_t b,
                              cpu::Site site = cpu::Site::here()) {
     const uint32_t wide_a[4] = {a[0], a[1], 0, 0}, wide_b[2] = {b, 0};
-    cpu::mma<16>(d, wide_a, wide_b, "mma_m16n8k8_bf16", site, cpu::gather_16bit<cpu::bf16_value>);
+    cpu::mma<16, cpu::bf16_values>(d, wide_a, wide_b, "mma_m16n8k8_bf16", site);
 }
 inline void mma_m16n8k16_fp16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                               cpu::Site site = cpu::Site::here()) {
-    cpu::mma<16>(d, a, b, "mma_m16n8k16_fp16", site, cpu::gather_16bit<cpu::fp16_value>);
+    cpu::mma<16, cpu::fp16_values>(d, a, b, "mma_m16n8k16_fp16", site);
 }
 
 #define CPU_LDMATRIX(count, suffix, transposed)                                      \
