@@ -41,8 +41,12 @@ struct PendingCopy {
     uint32_t flight;  // its number among the accesses, see races.h
 };
 
+class Block;
+class Races;
+
 struct Thread {
     Fiber fiber;
+    Block* block;
     uint3 index;
     int number;  // in the block
     // while it waits:
@@ -80,8 +84,6 @@ struct BlockBarrier {
     uint32_t waiting[kMaxWarps];
 };
 
-class Block;
-class Races;
 inline thread_local Block* current_block;
 inline thread_local Thread* current_thread;
 

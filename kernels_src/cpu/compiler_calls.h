@@ -8,11 +8,13 @@ namespace [[gnu::visibility("hidden")]] cpu {
 UNSEEN inline void compiled_access(Kind kind, const void* address, size_t bytes, const void* code) {
     Thread* thread = current_thread;
     if (!thread) return;
-    const Block& block = *current_block;
+    const Block& block = *thread->block;
+    const bool is_local = block.has_on_stack(address);
+    const bool counts = thread->quiet == 0 && (!is_local || thread->held > 0);
+    if (!counts && !thread->repeated) return;
     ++thread->quiet;
     if (thread->repeated) block.races->check_repeated();
-    const bool is_local = block.has_on_stack(address);
-    if (thread->quiet == 1 && (!is_local || thread->held > 0)) {
+    if (counts) {
         const Site site{static_cast<const char*>(code), 0};
         const Visit visit = block.races->by(*thread, kind, site);
         is_local ? block.races->check_held(visit, address)

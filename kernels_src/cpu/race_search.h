@@ -10,6 +10,7 @@ inline Races::Races(Grid& grid, Block** blocks)
       blocks_(blocks),
       size_(grid.threads.x * grid.threads.y * grid.threads.z),
       os_stack_(static_cast<const char*>(__builtin_frame_address(0))),
+      os_variables_(reinterpret_cast<const char*>(&current_thread)),
       clocks_(size_, grid.cluster) {
     for (int rank = 0; rank < grid.cluster; ++rank) {
         cells_[rank] = static_cast<Cell*>(calloc(SharedMemory::kArenaBytes, sizeof(Cell)));

@@ -72,7 +72,7 @@ class Races {
     UNSEEN Visit by(const Thread& thread, Kind kind, Site site, Agent agent = Agent::Thread) {
         const uint32_t number = number_of(thread);
         const Access access{site, number, cluster_, clocks_.now(number), kind, agent, 0, 0};
-        return {access, current_block->rank, clocks_.of(number)};
+        return {access, thread.block->rank, clocks_.of(number)};
     }
     // Started by the current thread, and not over until it lands.
     UNSEEN Visit in_flight(Kind kind, Agent agent, Site site) {
@@ -134,7 +134,7 @@ class Races {
     static constexpr uintptr_t kPage = 4096;
 
     UNSEEN uint32_t number_of(const Thread& thread) const {
-        return current_block->rank * size_ + thread.number;
+        return thread.block->rank * size_ + thread.number;
     }
     const Block& block_of(const Access& access) const { return *blocks_[access.thread / size_]; }
     const Thread& thread_of(const Access& access) const {
@@ -148,8 +148,7 @@ class Races {
     }
     // Of the OS thread that launched: CUDA's variables, and the kernel's arguments.
     UNSEEN bool belongs_to_os_thread(const char* at) const {
-        return size_t(at - os_stack_) < 1 << 16 ||
-               size_t(at - reinterpret_cast<const char*>(&current_thread) + 2048) < 4096;
+        return size_t(at - os_stack_) < 1 << 16 || size_t(at - os_variables_ + 2048) < 4096;
     }
     Cell* page_of(const void* address);
     Signal& signal(const void* barrier);
@@ -174,7 +173,7 @@ class Races {
     Grid& grid_;
     Block** blocks_;
     const uint32_t size_;  // threads of a block
-    const char* os_stack_;
+    const char *os_stack_, *os_variables_;
     Clocks clocks_;
     uint32_t cluster_ = 0, flights_ = 0;
     bool blocks_may_be_ordered_ = false;

@@ -28,6 +28,7 @@ inline Block::Block(Grid& launched, int own_rank, Block** blocks)
     }
     madvise(stacks_, stacks_bytes(), MADV_NOHUGEPAGE);
     for (int i = 0; i < size; ++i) {
+        threads[i].block = this;
         threads[i].number = i;
         end_of_stack(threads[i]) = kStackEnd;
     }
