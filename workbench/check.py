@@ -225,17 +225,17 @@ def _call(stage: Stage, problem: Problem) -> Tensor:
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Memory from torch.empty starts as NaN (integers: the largest), so that what is left unwritten shows."""
-    enabled = torch.are_deterministic_algorithms_enabled()
-    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    mode = torch.get_deterministic_debug_mode()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*determinis")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        # use_deterministic_algorithms would import torch's compiler first, which takes seconds
+        torch.set_deterministic_debug_mode("warn")
         torch.utils.deterministic.fill_uninitialized_memory = True
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(enabled, warn_only=only_warns)
+            torch.set_deterministic_debug_mode(mode)
             torch.utils.deterministic.fill_uninitialized_memory = fills
 
 
