@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 
 KERNELS = Path(__file__).resolve().parent.parent / "kernels_src"
@@ -22,7 +23,7 @@ def inline_headers(code: str, folder: Path, seen: set[Path] | None = None) -> st
     seen = set() if seen is None else seen
     lines = []
     for line in code.splitlines():
-        match = INCLUDE.match(line)
+        match = INCLUDE.match(line) if line.startswith("#include") else None
         if not match:
             lines += [] if line == "#pragma once" else [line]
             continue
@@ -37,6 +38,7 @@ def inline_headers(code: str, folder: Path, seen: set[Path] | None = None) -> st
     return "\n".join(lines)
 
 
+@lru_cache(maxsize=256)  # the version of every stage is asked for whenever results are loaded
 def without_layout(code: str) -> str:
     """A source without comments, its tokens a space apart, each preprocessor directive on its own line."""
     code = COMMENT_OR_STRING.sub(lambda match: " " if match[0].startswith("/") else match[0], code)
