@@ -264,9 +264,11 @@ def call_microseconds(quick: bool, folder: Path) -> dict[str, float]:
     kernels = jit_loader.load(NO_WORK, name="no_work")
     pointers = [tensor.data_ptr() for tensor in tensors]
     library = kernels.build(DEVICE)._library(jit_loader.Target(DEVICE, ARCH))
-    bare = library.function(kernels._exports["touch"])
+    bare = library.handle["touch"]
+    bare.argtypes = [ctypes.c_void_p] * POINTERS + [ctypes.c_int] * NUMBERS + [ctypes.c_void_p]
     ways = {
         "loader": lambda: kernels.touch(*tensors, *numbers),
+        "loader, a call repeated": lambda: kernels.touch.repeat(*tensors, *numbers),
         "ctypes, no checks": lambda: bare(*pointers, *numbers, 0),
     }
     if not quick:

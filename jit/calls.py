@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jit.library import Library, schedule
-from jit.packed import WRONG_ADDRESS
+from jit.packed import WRONG_ADDRESS, layout
 from jit.signature import POINTERS, SCALARS, Export
 from jit.source import Target
 from jit.toolchain import arch_of
@@ -36,7 +36,7 @@ def {name}({parameters}):
     if _call is None:
         _index, {values} = _carefully(({parameters},))
         _call = _functions.get(_index) or _open(_index)
-    _code = _call({values})
+    _code = _call(_pack({values}))
     if _code:
         _fail(_index, _code, ({parameters},))
 """
@@ -57,9 +57,9 @@ def caller(export: Export, library: Callable[[Target], Library]) -> Callable[...
     Its attribute `repeat` is for arguments whose dtypes, devices and strides are known to be those of a call
     that was right, and numbers the same: only the tensors' addresses are looked at.
     """
-    functions: dict[int, Callable[..., int]] = {}  # by the device's index, -1 for the CPU
+    functions: dict[int, Callable[[bytes], int]] = {}  # by the device's index, -1 for the CPU
 
-    def open_for(index: int) -> Callable[..., int]:
+    def open_for(index: int) -> Callable[[bytes], int]:
         if index < 0:
             functions[index] = _on_cpu(export, library)
         else:
@@ -74,6 +74,7 @@ def caller(export: Export, library: Callable[[Target], Library]) -> Callable[...
     names = {
         "_map": map,
         "_data_ptr": Tensor.data_ptr,
+        "_pack": layout(export).pack,
         "_carefully": functools.partial(_checked, export),
         "_functions": functions,
         "_open": open_for,
@@ -98,16 +99,16 @@ def _target(index: int) -> Target:
     return schedule.get().target if index < 0 else Target("cuda", arch_of(index))
 
 
-def _on_cpu(export: Export, library: Callable[[Target], Library]) -> Callable[..., int]:
+def _on_cpu(export: Export, library: Callable[[Target], Library]) -> Callable[[bytes], int]:
     """A call on the CPU, in the build and the order of the schedule."""
     functions: dict[Target, Callable[..., int]] = {}
 
-    def call(*values: float) -> int:
+    def call(packed: bytes) -> int:
         target, order, seed = schedule.get()
         function = functions.get(target)
         if function is None:
             function = functions[target] = library(target).on_cpu(export)
-        return function(order, seed, *values)
+        return function(order, seed, packed)
 
     return call
 

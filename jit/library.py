@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from jit.cache import Build
-from jit.packed import PREFIX, layout
+from jit.packed import PREFIX
 from jit.signature import Export
 from jit.source import Target
 
@@ -57,38 +57,38 @@ class Library:
         self.build = build
         self.handle = ctypes.CDLL(str(build.library))
 
-    def function(self, export: Export) -> Callable[[bytes], int]:
-        """The C function that takes the arguments and the stream as `layout(export)` packs them."""
+    def function(self, export: Export) -> Callable[[bytes, int | None], int]:
+        """The C function that takes arguments as `layout(export)` packs them, and the stream."""
         self.handle[export.name]  # raises AttributeError where an #if left it out
         function = self.handle[PREFIX + export.name]
-        function.argtypes = [ctypes.c_char_p]
+        function.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
         return function
 
     def on_cpu(self, export: Export) -> Callable[..., int]:
-        """A call on the CPU: order and seed, then the function's own arguments."""
-        function, pack = self.function(export), layout(export).pack
+        """A call on the CPU: order and seed, then the packed arguments."""
+        function = self.function(export)
         try:
             set_order = self.handle.cpu_schedule
         except AttributeError:  # a source without cuda.cuh
-            return lambda order, seed, *values: function(pack(*values, 0))
+            return lambda order, seed, packed: function(packed, None)
         set_order.argtypes = [ctypes.c_int, ctypes.c_uint64]
 
-        def call(order: int, seed: int, *values: float) -> int:
+        def call(order: int, seed: int, packed: bytes) -> int:
             set_order(order, seed)
-            return function(pack(*values, 0))
+            return function(packed, None)
 
         return call
 
-    def on_gpu(self, export: Export, index: int) -> Callable[..., int]:
-        """A call on a GPU, on its current stream."""
-        function, pack = self.function(export), layout(export).pack
+    def on_gpu(self, export: Export, index: int) -> Callable[[bytes], int]:
+        """A call on a GPU, on its current stream, with the packed arguments."""
+        function = self.function(export)
         current_device, stream_of = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
-        def call(*values: float) -> int:
+        def call(packed: bytes) -> int:
             if current_device() == index:
-                return function(pack(*values, stream_of(index)))
+                return function(packed, stream_of(index))
             with torch.cuda.device(index):
-                return function(pack(*values, stream_of(index)))
+                return function(packed, stream_of(index))
 
         return call
 

@@ -18,11 +18,11 @@ PREFIX = "foldfuse_call_"
 TEXT = """
 extern "C" __attribute__((weak)) int {prefix}target_{name}({types}, void*) __asm__("{name}");
 extern "C" __attribute__((visibility("default"), no_sanitize("thread")))
-int {prefix}{name}(const void* packed) {{
-    struct Arguments {{ {members} void* stream; }};
+int {prefix}{name}(const void* packed, void* stream) {{
+    struct Arguments {{ {members} }};
     const Arguments& of = *static_cast<const Arguments*>(packed);
     if ({wrong}) return {wrong_address};
-    return {prefix}target_{name}({values}, of.stream);
+    return {prefix}target_{name}({values}, stream);
 }}
 """
 LETTERS = {"int": "i", "int64_t": "q", "float": "f"}  # in Python's struct; P is a pointer
@@ -30,8 +30,8 @@ INTEGERS = {"int64_t": "long long"}  # its name without a header
 
 
 def layout(export: Export) -> struct.Struct:
-    """The piece of memory: parameters in order, then the stream, aligned as in C."""
-    return struct.Struct("".join(LETTERS.get(c_type, "P") for _, c_type in export.parameters) + "P")
+    """The piece of memory: parameters in order, but the stream, aligned as in C."""
+    return struct.Struct("".join(LETTERS.get(c_type, "P") for _, c_type in export.parameters))
 
 
 def text_of(source: Source) -> str:
