@@ -26,7 +26,8 @@ inline Races::~Races() {
 // The log of global memory goes on.
 inline void Races::begin() {
     for (int rank = 0; rank < grid_.cluster; ++rank) {
-        memset(cells_[rank], 0, SharedMemory::kArenaBytes * sizeof(Cell));
+        memset(cells_[rank], 0, used_cells_[rank] * sizeof(Cell));
+        used_cells_[rank] = 0;
         indices_.push_back(blocks_[rank]->index);
         blocks_[rank]->races = this;
     }
@@ -70,7 +71,9 @@ UNSEEN inline void Races::access(const Visit& visit, const void* address, size_t
     int rank;
     if (const SharedMemory* shared = shared_with(at, rank)) {
         if (rank != visit.rank) visit_other_block(visit, rank);
-        return access_cells(visit, cells_[rank] + shared->offset_of(at), at, bytes, true);
+        const size_t offset = shared->offset_of(at);
+        if (used_cells_[rank] < offset + bytes) used_cells_[rank] = offset + bytes;
+        return access_cells(visit, cells_[rank] + offset, at, bytes, true);
     }
     if (belongs_to_os_thread(at)) return;
     for (size_t part; bytes > 0; at += part, bytes -= part) {
@@ -110,8 +113,14 @@ UNSEEN inline void Races::access_cells(const Visit& visit, Cell* cells, const ch
     Log& log = shared ? shared_log_ : global_log_;
     const Access& own = visit.access;
     uint32_t own_write = 0, before = 0, with = 0, passed[3] = {};
+    Cell found{}, left{};  // at the byte before
     for (size_t i = 0; i < bytes; ++i) {
         Cell& cell = cells[i];
+        if (i > 0 && cell == found) {  // most often, for numbers are read and written whole
+            cell = left;
+            continue;
+        }
+        found = cell;
         const uint32_t lists[] = {cell.write, own.kind == Kind::Atomic ? 0 : cell.atomics,
                                   own.kind == Kind::Read ? 0 : cell.reads};
         for (int list = 0; list < 3; ++list) {
@@ -126,7 +135,7 @@ UNSEEN inline void Races::access_cells(const Visit& visit, Cell* cells, const ch
         }
         if (own.kind == Kind::Write) {
             if (!own_write) own_write = log.find_or_add(own);
-            cell = {own_write, 0, 0};
+            left = cell = {own_write, 0, 0};
             continue;
         }
         if (shared && own.agent == Agent::Thread && !cell.write && !cell.atomics &&
@@ -140,6 +149,7 @@ UNSEEN inline void Races::access_cells(const Visit& visit, Cell* cells, const ch
             with = with_visit(before, own, shared);
         }
         accesses = with;
+        left = cell;
     }
 }
 

@@ -39,6 +39,10 @@ namespace [[gnu::visibility("hidden")]] cpu {
 // Of one byte; numbers in a log.
 struct Cell {
     uint32_t write, reads, atomics;
+
+    UNSEEN bool operator==(const Cell& other) const {
+        return write == other.write && reads == other.reads && atomics == other.atomics;
+    }
 };
 
 // An access that is being made.
@@ -177,7 +181,8 @@ class Races {
     Clocks clocks_;
     uint32_t cluster_ = 0, flights_ = 0;
     bool blocks_may_be_ordered_ = false;
-    Cell* cells_[kMaxCluster];  // of shared memory
+    Cell* cells_[kMaxCluster];             // of shared memory
+    size_t used_cells_[kMaxCluster] = {};  // this cluster has used none past these
     Log shared_log_, global_log_;
     std::unordered_map<uintptr_t, Cell*> pages_;  // of global memory
     struct {
