@@ -16,6 +16,7 @@ On the CPU, which only stands in for a GPU, all times are wall time.
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -87,16 +88,20 @@ def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
 def _interleave(
     samplers: Mapping[str, Sampler], progress: bool
 ) -> tuple[dict[str, list[float]], dict[str, list[Tensor]]]:
-    """Samples of all, one of each in turn; slow ones stop early. And the outputs of their last."""
+    """Samples of all, one of each in turn; slow ones stop early. And the outputs of their last.
+
+    Each turn has another order: a kernel that draws much power can slow down the one after it, which must not
+    be the same one always.
+    """
     first = {name: sampler()[0] for name, sampler in samplers.items()}  # not counted: a warm-up
     wanted = {name: _samples_for(us) for name, us in first.items()}
     samples: dict[str, list[float]] = {name: [] for name in samplers}
     outputs: dict[str, list[Tensor]] = {}
     turns = max(wanted.values(), default=0)
     for turn in tqdm(range(turns), desc="timing", unit="sample", disable=not progress, leave=False):
-        for name, sampler in samplers.items():
+        for name in random.Random(turn).sample(list(samplers), len(samplers)):
             if turn < wanted[name]:
-                us, outputs[name] = sampler()
+                us, outputs[name] = samplers[name]()
                 samples[name].append(us)
     return samples, outputs
 
