@@ -16,8 +16,8 @@ What can be relied on:
 - A failed build is not remembered. KernelCompileError shows the first error: file, line, excerpt and caret.
 - Each call is checked against the signature before a pointer is passed; errors name the argument. It runs on
   the tensors' device and its current stream, and raises on a launch error in CUDA's own words.
-- A call with a dozen tensors costs 6 to 14 µs of Python, by the machine, and a third of that where it repeats
-  one that was right; the load of a cached kernel in a new process costs 20 ms beyond `import torch`.
+- A call with a dozen tensors costs 5 to 12 µs of Python, by the machine, and less than half of that where it
+  repeats one that was right; the load of a cached kernel in a new process costs 20 ms beyond `import torch`.
 
 The machinery is in jit/, one reason a module; its __init__.py says which.
 """
