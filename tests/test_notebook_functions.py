@@ -250,7 +250,7 @@ def test_what_another_gpu_lacks_is_said_and_not_measured(timed, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, times are measured")
 def test_time_shows_what_was_recorded_and_where(recorded):
     text = notebook.time(ATTENTION, ATTENTION.stages[1].number).data
-    assert "40 µs" in text and "50 µs" in text and "700 µs" in text
+    assert "40\u00a0µs" in text and "50\u00a0µs" in text and "700\u00a0µs" in text
     assert "recorded on NVIDIA Test · 2026-01-02" in text
     assert header.predicted(ATTENTION.stages[1]) in text
 

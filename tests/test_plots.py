@@ -174,7 +174,7 @@ def test_what_lags_the_csv_is_found_and_a_report_mends_it(folder):
     assert readme.read_text() == before
     results.store(folder, OUTER, [row(OUTER, "01_slow", p50_us=12345.0)], RUN)
     assert len(report.lagging(root, readme)) == len(wanted) + 1
-    assert "12.3 ms" in tables.fill(before, root)
+    assert "12.3\u00a0ms" in tables.fill(before, root)
 
 
 def test_tables_say_the_fastest_and_what_ignores_the_mask(folder):
@@ -182,7 +182,7 @@ def test_tables_say_the_fastest_and_what_ignores_the_mask(folder):
     rows = results.load(folder, OUTER.name)
     best = rows[(rows["shape"] == "af2") & rows.stage.isin(FP32)].sort_values("p50_us").iloc[0]
     [line] = re.findall(r"\| af2 +\| fp32 .*", text)
-    assert f"| `{best.stage}` " in line and plots.time_text(best.p50_us) in line
+    assert f"| `{best.stage}` " in line and plots.time_text(best.p50_us).replace(" ", "\u00a0") in line
     [ignoring] = re.findall(r".*`library_chain_no_mask`.*", text)
     assert "ignores the mask" in ignoring
     assert tables.NOTHING in text  # of a card that nothing was measured on
@@ -236,7 +236,7 @@ def test_the_fused_module_is_shown_last_with_the_stage_that_it_chose(folder):
     chosen = OUTER.stage("13").name
     assert tables.all_stages(rows).splitlines()[-1].startswith(f"| `fused`, by `{chosen}` ")
     [line] = [line for line in tables.summary(rows).splitlines() if line.startswith("| seed")]
-    assert "`fused`" not in line and " 21 µs " in line  # a stage is fastest; its call is the module's
+    assert "`fused`" not in line and " 21\u00a0µs " in line  # a stage is fastest; its call is the module's
     names = [label.get_text() for label in plots.time_by_stage(rows).axes[0].get_yticklabels()]
     assert names[-1] == f"fused ({chosen.replace('_', ' ')})"
 

@@ -25,6 +25,7 @@ from workbench.sanitizer import OUTCOMES, TOOLS
 from workbench.versions import FUSED, fused_choice
 
 NOTHING = "Nothing measured yet: `make bench` on a machine with an NVIDIA GPU records it."
+BEFORE_UNIT = re.compile(r"(?<=\d) (?=µs|ms|s\b|[KMG]iB|%)")
 PART = re.compile(r"(<!-- results:(\S+) -->\n).*?(<!-- /results:\2 -->)", re.DOTALL)
 
 
@@ -178,8 +179,11 @@ def _fastest(rows: pd.DataFrame) -> pd.Series | None:
 
 
 def _markdown(table: pd.DataFrame, left: tuple[str, ...]) -> str:
-    """A table whose columns are padded, so that its source can be read too; numbers to the right."""
-    columns = [[name, *map(str, table[name])] for name in table]
+    """A table whose columns are padded, so that its source can be read too; numbers to the right.
+
+    A number and its unit stay in one line, however narrow the page.
+    """
+    columns = [[name, *(BEFORE_UNIT.sub("\u00a0", str(cell)) for cell in table[name])] for name in table]
     widths = [max(map(len, column)) for column in columns]
     aligned = [
         [cell.ljust(width) if column[0] in left else cell.rjust(width) for cell in column]
