@@ -16,6 +16,7 @@ from rows import CEILINGS, RUN, row
 
 from kernels_src import OPERATORS
 from workbench import plots, report, results, tables
+from workbench.units import time_text
 
 ATTENTION = OPERATORS["msa_column_attention"]
 OUTER = OPERATORS["outer_product_mean"]
@@ -79,7 +80,7 @@ def test_times_show_every_row_with_its_spread_and_where_it_came_from(folder):
     ]  # fmt: skip
     assert "NVIDIA Test 1 · 2026-01-02 · torch 2.11.0 · CUDA 13.0 · driver 1.2" in shown
     for _, each in rows.iterrows():
-        assert plots.time_text(each.p50_us) in shown and plots.time_text(each.call_us) in shown
+        assert time_text(each.p50_us) in shown and time_text(each.call_us) in shown
     spreads = {tuple(line.get_xdata()) for line in figure.axes[0].lines}
     assert {(each.p20_us, each.p80_us) for _, each in rows.iterrows()} <= spreads
 
@@ -182,7 +183,7 @@ def test_tables_say_the_fastest_and_what_ignores_the_mask(folder):
     rows = results.load(folder, OUTER.name)
     best = rows[(rows["shape"] == "af2") & rows.stage.isin(FP32)].sort_values("p50_us").iloc[0]
     [line] = re.findall(r"\| af2 +\| fp32 .*", text)
-    assert f"| `{best.stage}` " in line and plots.time_text(best.p50_us).replace(" ", "\u00a0") in line
+    assert f"| `{best.stage}` " in line and time_text(best.p50_us).replace(" ", "\u00a0") in line
     [ignoring] = re.findall(r".*`library_chain_no_mask`.*", text)
     assert "ignores the mask" in ignoring
     assert tables.NOTHING in text  # of a card that nothing was measured on

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
@@ -19,10 +18,10 @@ import jit_loader
 from kernels_src import OPERATORS
 from kernels_src.operator import Operator, Stage
 from workbench.check import Check, check_problem, default_device, failed_check
-from workbench.plots import time_text
 from workbench.problem import CASES, Problem, pose
 from workbench.sanitizer import TOOLS
 from workbench.selection import distinct_shapes, named_shapes, select, shapes_to_check, why_not
+from workbench.units import time_text
 
 RESOURCES = ("spill_stores", "spill_loads", "stack_bytes")  # what a kernel should have none of
 
@@ -171,6 +170,8 @@ def report(options: argparse.Namespace) -> int:
 
 def build(options: argparse.Namespace) -> int:
     """Compile with nvcc and print registers, spills and shared memory. Returns 1 when anything spills."""
+    import pandas as pd  # here, since no check needs it
+
     from workbench.views import resources
 
     wanted = [

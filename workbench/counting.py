@@ -8,8 +8,9 @@ from IPython.display import Markdown
 
 from kernels_src.operator import Operator
 from workbench import results, session, tables
-from workbench.plots import caption_of, time_text
+from workbench.plots import caption_of
 from workbench.roofline import Ceilings, bound, element_bytes, intensity, work
+from workbench.units import time_text
 from workbench.views import headed
 
 LIMITS = {"memory_us": "memory", "matrix_us": "matrix products", "exponential_us": "exponentials"}

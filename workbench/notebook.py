@@ -35,6 +35,7 @@ from workbench.results import is_baseline
 from workbench.selection import why_not
 from workbench.sweep import block_sizes
 from workbench.sweep import draw as draw_sweep
+from workbench.units import time_text
 from workbench.variants import require, try_variant
 
 __all__ = [
@@ -169,8 +170,8 @@ def time(operator: Operator, stage: Name, shape: str = "seed") -> Markdown:
         return Markdown(f"{said}\n\n**Measured** at {shape}: {session.NOTHING}.")
     row = rows[rows.stage == one.name].iloc[0]
     measured = (
-        f"**Measured** at {shape}: {plots.time_text(row.p50_us)} for the operator's kernels, "
-        f"{plots.time_text(row.call_us)} as a call from Python."
+        f"**Measured** at {shape}: {time_text(row.p50_us)} for the operator's kernels, "
+        f"{time_text(row.call_us)} as a call from Python."
     )
     paragraphs = [said, measured, *outcome(one), tables.all_stages(rows)]
     return Markdown("\n\n".join([*paragraphs, f"*{session.caption(operator, rows)}*"]))

@@ -24,6 +24,7 @@ from kernels_src.operator import Operator
 from workbench.baselines import IGNORES_MASK
 from workbench.results import is_baseline, is_stage, old_ones, stage_rank
 from workbench.roofline import Ceilings, intensity
+from workbench.units import memory_text, time_text
 from workbench.versions import fused_choice
 
 # Okabe and Ito's palette.
@@ -190,22 +191,6 @@ def save(figure: Figure, path: Path, source: str = "") -> None:
 def in_order(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows with baselines first, then stages by number."""
     return rows.sort_values("stage", key=lambda names: names.map(stage_rank), kind="stable")
-
-
-def time_text(us: float) -> str:
-    """A time with the unit that suits its size."""
-    for unit, size in (("s", 1e6), ("ms", 1e3)):
-        if us >= size:
-            return f"{us / size:.3g} {unit}"
-    return f"{us:.3g} µs"
-
-
-def memory_text(mib: float) -> str:
-    """A size of memory with the unit that suits it."""
-    for unit, size in (("GiB", 1024), ("MiB", 1)):
-        if mib >= size:
-            return f"{mib / size:.3g} {unit}"
-    return f"{mib * 1024:.3g} KiB"
 
 
 @contextmanager

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from workbench.baselines import IGNORES_MASK
-from workbench.plots import in_order, time_text
+from workbench.plots import in_order
 from workbench.results import is_baseline, is_stage
+from workbench.units import time_text
 from workbench.versions import FUSED
 
 NOTABLE = 1.05  # times closer than this count as equal: cards of one kind differ by more

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from kernels_src.operator import Operator, Stage
 from workbench import plots, session, views
 from workbench.check import check, default_cases
+from workbench.units import time_text
 from workbench.views import headed
 
 WARP = 32
@@ -59,7 +60,7 @@ def draw(table: pd.DataFrame, title: str, caption: str) -> Figure:
             places, table.p50_us, spread, fmt="o-", color=plots.COLOURS["fp32"], capsize=3, linewidth=1
         )
         for place, (us, occupancy) in enumerate(zip(table.p50_us, table.occupancy, strict=True)):
-            axes.annotate(f"{plots.time_text(us)}\noccupancy ≤ {occupancy}", (place, us), xytext=(8, 4),
+            axes.annotate(f"{time_text(us)}\noccupancy ≤ {occupancy}", (place, us), xytext=(8, 4),
                           textcoords="offset points", fontsize=7)  # fmt: skip
         axes.set_xticks(places, [str(threads) for threads in table.index])
         axes.set(xlim=(-0.3, len(table) - 0.3), ylim=(0, 1.3 * table.p80_us.max()))

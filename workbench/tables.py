@@ -19,9 +19,10 @@ from typing import Any
 import pandas as pd
 
 from workbench.baselines import IGNORES_MASK
-from workbench.plots import caption_of, in_order, memory_text, time_text
+from workbench.plots import caption_of, in_order
 from workbench.results import RESULTS, is_stage, load, load_runs, old_ones
 from workbench.sanitizer import OUTCOMES, TOOLS
+from workbench.units import memory_text, time_text
 from workbench.versions import FUSED, fused_choice
 
 NOTHING = "Nothing measured yet: `make bench` on a machine with an NVIDIA GPU records it."

@@ -11,6 +11,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from workbench import plots
+from workbench.units import time_text
 
 WARM_UP = 3  # calls before the one that is recorded
 COLUMNS = ("start_us", "duration_us", "kernel")
@@ -41,7 +42,7 @@ def draw(kernels: dict[str, pd.DataFrame], title: str, caption: str = "") -> Fig
                              linewidth=0.4)  # fmt: skip
             last = float((rows.start_us + rows.duration_us).max())
             count = "1 kernel" if len(rows) == 1 else f"{len(rows)} kernels"
-            text = f"{count}, busy for {plots.time_text(rows.duration_us.sum())}"
+            text = f"{count}, busy for {time_text(rows.duration_us.sum())}"
             axes.annotate(
                 text, (last, place), xytext=(5, 0), textcoords="offset points", va="center", fontsize=8
             )

@@ -13,9 +13,10 @@ from IPython.display import HTML, Markdown, display
 
 import jit_loader
 from kernels_src.operator import Operator, Stage
-from workbench import plots, session, views
+from workbench import session, views
 from workbench.check import Check, check, default_device
 from workbench.marks import marked_html
+from workbench.units import time_text
 
 RESOURCES = {
     "registers": "registers a thread",
@@ -128,9 +129,9 @@ def _time_rows(operator: Operator, base: Stage, variant: Stage, shape: str) -> I
     if not times:
         return
     old, new = times
-    spreads = [f"{plots.time_text(t.p50_us)} ({t.p20_us:.3g} to {t.p80_us:.3g})" for t in times]
+    spreads = [f"{time_text(t.p50_us)} ({t.p20_us:.3g} to {t.p80_us:.3g})" for t in times]
     yield "kernel time, p50 (p20 to p80)", *spreads, f"{100 * (new.p50_us / old.p50_us - 1):+.1f} %"
-    calls = [plots.time_text(t.call_us) for t in times]
+    calls = [time_text(t.call_us) for t in times]
     yield "as a call", *calls, f"{100 * (new.call_us / old.call_us - 1):+.1f} %"
 
 
