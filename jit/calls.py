@@ -22,6 +22,7 @@ RANGES = {
     "int64_t": (-(2**63), 2**63 - 1),
     "float": (torch.finfo(torch.float32).min, torch.finfo(torch.float32).max),
 }
+OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: a kernel's code, or its stack, may not fit any more
 CALLER = """
 def {name}({parameters}):
     \"\"\"{declaration}\"\"\"
@@ -69,7 +70,8 @@ def caller(export: Export, library: Callable[[Target], Library]) -> Callable[...
     def fail(index: int, code: int, arguments: Sequence[Any]) -> None:
         if code == WRONG_ADDRESS:
             _checked(export, arguments)
-        raise RuntimeError(f"{export.name}: {library(_target(index)).error_text(code)}")
+        error = torch.OutOfMemoryError if code == OUT_OF_MEMORY else RuntimeError  # as PyTorch raises it
+        raise error(f"{export.name}: {library(_target(index)).error_text(code)}")
 
     names = {
         "_map": map,

@@ -247,6 +247,8 @@ def test_an_error_code_is_raised_in_the_librarys_words(kernels):
     with pytest.raises(RuntimeError, match="^fails: seven things went wrong$"):
         kernels.fails(floats(), 7)
     kernels.fails(floats(), 0)
+    with pytest.raises(torch.OutOfMemoryError, match="^fails: "):
+        kernels.fails(floats(), 2)
 
 
 def test_the_functions_can_be_looked_up(kernels):
