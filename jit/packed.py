@@ -1,7 +1,7 @@
-"""An EXPORT function's arguments as one piece of memory: ctypes passes it several times quicker than a dozen.
+"""An EXPORT function's arguments as one piece of memory, since ctypes converts arguments one by one.
 
 A build has a second function for each that the source declares. It takes the piece apart, and looks at the
-addresses on the way, which takes no time there and a microsecond in Python.
+addresses on the way, which takes longer in Python.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import struct
 from jit.signature import POINTERS, Export, exports_of
 from jit.source import Source
 
-WRONG_ADDRESS = -1  # what it returns of a null pointer, and of one not at a multiple of 16 bytes
+WRONG_ADDRESS = -1  # what it returns for a null pointer, and for one not at a multiple of 16 bytes
 PREFIX = "foldfuse_call_"
 # The function is declared anew under another name, since its own declaration names types that are not known
 # here; and weakly, since an #if may have left it out.
