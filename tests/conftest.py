@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import signal
@@ -26,12 +25,6 @@ def pytest_configure(config):
 def pytest_report_header(config):
     """Print the seed, so that a failure can be repeated."""
     return f"FOLDFUSE_TEST_SEED={os.environ['FOLDFUSE_TEST_SEED']}"
-
-
-def pytest_collection_finish(session):
-    """Keep what was imported out of every later garbage collection: nearly all objects there are."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
