@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import keyword
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -34,7 +36,8 @@ EXPORT = re.compile(r"\bEXPORT\s+cudaError_t\s+(\w+)\s*\(([^)]*)\)")
 COMMENT_OR_STRING = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.S)
 
 
-def exports_of(source: Source) -> dict[str, Export]:
+@functools.lru_cache(maxsize=256)  # for Kernels, for the key of a build, and for what is compiled
+def exports_of(source: Source) -> Mapping[str, Export]:
     """The EXPORT functions of a source. Raises ValueError where one can't be called from Python."""
     text = COMMENT_OR_STRING.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), source.text)
     exports: dict[str, Export] = {}
