@@ -31,7 +31,8 @@ INTEGERS = {"int64_t": "long long"}  # its name without a header
 
 def layout(export: Export) -> struct.Struct:
     """The piece of memory: parameters in order, but the stream, aligned as in C."""
-    return struct.Struct("".join(LETTERS.get(c_type, "P") for _, c_type in export.parameters))
+    types = (c_type for _, c_type in export.parameters)
+    return struct.Struct("".join("P" if c_type in POINTERS else LETTERS[c_type] for c_type in types))
 
 
 def text_of(source: Source) -> str:
