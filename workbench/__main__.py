@@ -19,7 +19,7 @@ from kernels_src import OPERATORS
 from kernels_src.operator import Operator, Stage
 from workbench.check import Check, check_problem, default_device, failed_check
 from workbench.problem import CASES, Problem, pose
-from workbench.sanitizer import TOOLS
+from workbench.sanitizer import OUTCOMES, TOOLS
 from workbench.selection import distinct_shapes, named_shapes, select, shapes_to_check, why_not
 from workbench.units import time_text
 
@@ -217,7 +217,6 @@ def verify(options: argparse.Namespace) -> int:
     from workbench.provenance import describe_run
     from workbench.results import folder_of
     from workbench.roofline import measure_ceilings
-    from workbench.sanitizer import OUTCOMES
     from workbench.verify import PARTS, Tried, record, summary
     from workbench.verify import verify as try_part
 
