@@ -55,7 +55,7 @@ struct Product {
     bool from_registers;
     uint64_t a, b;
     Major major_a, major_b;
-    uint32_t rows[2][16];  // of A, if it comes from registers: bits
+    uint32_t rows[2][16];  // the thread's two of A, as bits
     void (*run)(Product&, float* sums);
     IN_RACES(Flight flight;              // lane 0's, for its warp
              const uint32_t* fragment;)  // of A, if it comes from registers

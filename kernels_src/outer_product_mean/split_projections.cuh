@@ -30,8 +30,8 @@ __device__ void store_projection(SharedProjection& to, int tile, int at,
     if (lane == 0) to.bound[tile] = projection.bound;
 }
 
-// sums = x · projection: 16 rows by the columns of channel_of. Products with a
-// small part have a sum of their own: mma truncates what it adds, and of these it matters less.
+// sums = x · projection: 16 rows by the columns of channel_of. Products with a small part have a
+// sum of their own: mma truncates what it adds, and of these it matters less.
 __device__ void project(const SharedProjection& projection, const uint32_t (&big)[kSteps][4],
                         const uint32_t (&small)[kSteps][4], float (&sums)[kColumnTiles][4]) {
     const int lane = threadIdx.x % kWarpSize;
