@@ -23,7 +23,7 @@ from kernels_src.operator import Operator, Stage
 from workbench.problem import CASES, Problem, exact_float32, pose
 
 CASES_ON_CPU = ("masked column",)
-CASE_FOR_RACES = "random"  # looking for races takes five times as long as running in an order of threads
+CASE_FOR_RACES = "random"  # looking for races takes seven times as long as running in an order of threads
 Call = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 

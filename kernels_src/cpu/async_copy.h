@@ -7,8 +7,8 @@
 
 namespace [[gnu::visibility("hidden")]] cpu {
 
-inline void start_copy(void* to, const void* from, int bytes, bool valid, const char* name,
-                       Site site) {
+UNSEEN inline void start_copy(void* to, const void* from, int bytes, bool valid, const char* name,
+                              Site site) {
     IN_RACES(const Quiet quiet;)
     Block& block = *current_block;
     Thread& thread = *current_thread;
@@ -34,7 +34,7 @@ inline void start_copy(void* to, const void* from, int bytes, bool valid, const 
              if (valid) races.access(races.by(thread, Kind::Read, site), from, bytes);)
 }
 
-inline void wait_copies(int pending) {
+UNSEEN inline void wait_copies(int pending) {
     IN_RACES(const Quiet quiet;)
     Thread& thread = *current_thread;
     int kept = 0;

@@ -10,7 +10,8 @@ namespace [[gnu::visibility("hidden")]] cpu {
 
 // `threads` threads meet at barrier 0 to 15 of the block. 0 is that of __syncthreads; at the others
 // different source lines may meet, as when one warp produces what others consume.
-inline void barrier_sync(int number, int threads, const char* name, Site site = Site::here()) {
+UNSEEN inline void barrier_sync(int number, int threads, const char* name,
+                                Site site = Site::here()) {
     IN_RACES(const Quiet quiet;)
     Block& block = *current_block;
     Thread& thread = *current_thread;

@@ -61,11 +61,15 @@ struct Thread {
     // of races.h:
     int quiet;      // in the backend's own code, whose accesses don't count
     bool repeated;  // its last write must have changed nothing
-    int held;       // its arrays that wgmma uses
+    int held;       // its arrays that wgmma uses, and where the first begins and the last ends
+    const char *held_begin, *held_end;
 
     UNSEEN int warp() const { return number / kLanes; }
     UNSEEN int lane() const { return number % kLanes; }
     UNSEEN uint32_t bit() const { return 1u << lane(); }
+    UNSEEN bool may_hold(const void* address) const {
+        return held > 0 && address >= held_begin && address < held_end;
+    }
 };
 
 // Sets of lanes.
@@ -87,7 +91,20 @@ struct BlockBarrier {
 inline thread_local Block* current_block;
 inline thread_local Thread* current_thread;
 
+// Of one thread; only what is touched takes memory. Stacks lie at its multiples.
+constexpr size_t kStackBytes = 256 * 1024;
+
 #ifdef RACES
+inline int held_arrays;  // by all launches of the process, see races.h
+UNSEEN inline bool arrays_are_held() { return __atomic_load_n(&held_arrays, __ATOMIC_RELAXED) > 0; }
+
+// Whether the caller has this address on its own stack. Without a look at current_thread, which
+// takes longer than all else that most accesses to memory need.
+[[gnu::always_inline]] UNSEEN inline bool is_own_variable(const void* address) {
+    const auto frame = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+    return (reinterpret_cast<uintptr_t>(address) ^ frame) < kStackBytes;
+}
+
 // While one lives, the current thread is in the backend's own code.
 class Quiet {
   public:
@@ -110,19 +127,20 @@ class Block {
     Thread* next_ready();
     bool poll();
     void resume(Thread& thread);
-    bool ended() const { return exited == size; }
+    UNSEEN bool ended() const { return exited == size; }
 
-    void make_ready(int warp, uint32_t lanes) {
+    UNSEEN void make_ready(int warp, uint32_t lanes) {
         warps[warp].ready |= lanes;
         ready_warps |= 1u << warp;
     }
     // Suspends the current thread until someone makes it ready.
-    void wait(const char* what, Site site) {
-        IN_RACES(const Quiet quiet;)
+    UNSEEN void wait(const char* what, Site site) {
+        IN_RACES(const Quiet quiet; check_repeated();)
         current_thread->waits_for = what;
         current_thread->site = site;
         current_thread->fiber.suspend();
     }
+    IN_RACES(static void check_repeated();)  // before the current thread lets others run
     // Ends the launch with a sentence about a thread. Called by a fiber, and never returns to it.
     [[noreturn, gnu::cold, gnu::format(printf, 4, 5)]] void fail(const Thread& thread, Site site,
                                                                  const char* format, ...);
@@ -156,21 +174,26 @@ class Block {
     Races* races;                        // of the cluster, in a build that looks for them
 
   private:
-    static constexpr size_t kStackBytes = 256 * 1024;  // only what is touched takes memory
     static constexpr uint64_t kStackEnd = 0x57ACCE0F57ACCE0F;
+    static constexpr size_t kLine = 64;  // of the cache
 
     static void run_thread();
     void exit_thread(Thread& thread);
     // One more than threads, at the bottom: a stack that is too small runs into the next lower one.
     UNSEEN size_t stacks_bytes() const { return (size + 1) * kStackBytes; }
-    char* stack_of(const Thread& thread) const {
-        return stacks_ + (thread.number + 1) * kStackBytes;
+    UNSEEN char* stack_of(int number) const { return stacks_ + (number + 1) * kStackBytes; }
+    // Stacks start at different cache lines of a page, or all tops would fall on the same sets of
+    // the cache.
+    UNSEEN char* top_of_stack(int number) const {
+        return stack_of(number + 1) - (2 + (number + 1) % 60) * kLine;
     }
-    uint64_t& end_of_stack(const Thread& thread) const {
-        return *reinterpret_cast<uint64_t*>(stack_of(thread));
+    // What overwrites the mark at the end of a stack: it lies right above the top of the next lower
+    // one, in a page that is in use anyway.
+    UNSEEN uint64_t& end_of_stack(const Thread& thread) const {
+        return *reinterpret_cast<uint64_t*>(top_of_stack(thread.number - 1));
     }
 
-    char* stacks_;
+    char *mapped_, *stacks_;
     Random random_;
 };
 
@@ -213,7 +236,7 @@ inline void Block::check_guards(const char* when, Site site) {
 // Suspends the current thread until condition() holds. It is asked again when no thread can run; if
 // it then never holds, the launch ends with an error that names `what` and the site.
 template <typename Condition>
-void wait_until(Condition condition, const char* what, Site site = Site::here()) {
+UNSEEN void wait_until(Condition condition, const char* what, Site site = Site::here()) {
     IN_RACES(const Quiet quiet;)
     if (condition()) return;
     Thread& thread = *current_thread;

@@ -8,19 +8,15 @@ namespace [[gnu::visibility("hidden")]] cpu {
 UNSEEN inline void compiled_access(Kind kind, const void* address, size_t bytes, const void* code) {
     Thread* thread = current_thread;
     if (!thread) return;
-    const Block& block = *thread->block;
-    const bool is_local = block.has_on_stack(address);
-    const bool counts = thread->quiet == 0 && (!is_local || thread->held > 0);
-    if (!counts && !thread->repeated) return;
-    ++thread->quiet;
-    if (thread->repeated) block.races->check_repeated();
-    if (counts) {
-        const Site site{static_cast<const char*>(code), 0};
-        const Visit visit = block.races->by(*thread, kind, site);
-        is_local ? block.races->check_held(visit, address)
-                 : block.races->access(visit, address, bytes);
+    const Site site{static_cast<const char*>(code), 0};
+    Races& races = *thread->block->races;
+    if (is_own_variable(address) || thread->block->has_on_stack(address)) {
+        if (thread->quiet == 0 && thread->may_hold(address)) races.check_held(kind, site, address);
+    } else if (const bool counts = thread->quiet == 0; counts || thread->repeated) {
+        const Quiet quiet;
+        if (thread->repeated) races.check_repeated();
+        if (counts) races.access(races.by(*thread, kind, site), address, bytes);
     }
-    --thread->quiet;
 }
 
 }  // namespace cpu
@@ -28,6 +24,7 @@ UNSEEN inline void compiled_access(Kind kind, const void* address, size_t bytes,
 #define COMPILER_CALL extern "C" UNSEEN __attribute__((used, visibility("hidden")))
 #define DEFINE_ACCESS(name, kind, bytes)                                                    \
     COMPILER_CALL void __tsan_##name##bytes(void* address) {                                \
+        if (cpu::is_own_variable(address) && !cpu::arrays_are_held()) return;               \
         cpu::compiled_access(cpu::Kind::kind, address, bytes, __builtin_return_address(0)); \
     }
 #define DEFINE_ACCESSES(bytes)                   \

@@ -14,6 +14,8 @@
 #include <ucontext.h>
 #endif
 
+#include "site.h"
+
 namespace [[gnu::visibility("hidden")]] cpu {
 
 #ifdef __x86_64__
@@ -75,8 +77,8 @@ inline void enter_stack(const Stack& to, Stack& from) {
 inline void forbid(void* start, size_t bytes) { __asan_poison_memory_region(start, bytes); }
 inline void allow(void* start, size_t bytes) { __asan_unpoison_memory_region(start, bytes); }
 #else
-inline void leave_stack(Stack&, const Stack&) {}
-inline void enter_stack(const Stack&, Stack&) {}
+UNSEEN inline void leave_stack(Stack&, const Stack&) {}
+UNSEEN inline void enter_stack(const Stack&, Stack&) {}
 inline void forbid(void*, size_t) {}
 inline void allow(void*, size_t) {}
 #endif
@@ -89,17 +91,17 @@ class Fiber {
         own_stack_ = {stack, bytes, nullptr};
         prepare_context(own_, stack, bytes, entry);
     }
-    void entered() { enter_stack(own_stack_, scheduler_stack_); }
+    UNSEEN void entered() { enter_stack(own_stack_, scheduler_stack_); }
 
     // Called by the fiber: back to the scheduler, until it resumes the fiber.
-    void suspend() {
+    UNSEEN void suspend() {
         leave_stack(own_stack_, scheduler_stack_);
         switch_context(&own_, &scheduler_);
         entered();
     }
 
     // Called by the scheduler: runs the fiber until it suspends.
-    void resume() {
+    UNSEEN void resume() {
         leave_stack(scheduler_stack_, own_stack_);
         switch_context(&scheduler_, &own_);
         enter_stack(scheduler_stack_, own_stack_);

@@ -139,7 +139,7 @@ struct Products {
     int uncommitted = 0;
     std::map<float*, std::vector<float>> results;  // what the registers will hold
 
-    void start(const Product& product, Site site) {
+    UNSEEN void start(const Product& product, Site site) {
         auto [entry, first] = results.try_emplace(product.result);
         if (first) {
             entry->second.assign(product.result, product.result + product.count);
@@ -154,12 +154,12 @@ struct Products {
         ++uncommitted;
     }
 
-    void commit() {
+    UNSEEN void commit() {
         groups.push_back(uncommitted);
         uncommitted = 0;
     }
 
-    void finish_all_but(size_t groups_left) {
+    UNSEEN void finish_all_but(size_t groups_left) {
         size_t done = 0;
         for (; groups.size() > groups_left; groups.erase(groups.begin())) {
             for (const size_t end = done + groups.front(); done < end; ++done) {
@@ -181,7 +181,7 @@ struct Products {
     }
 };
 
-inline Products& products_of_thread() {
+UNSEEN inline Products& products_of_thread() {
     static thread_local std::unordered_map<const Thread*, Products> all;
     Products& products = all[current_thread];
     if (products.run != current_block->run) products = {current_block->run};
@@ -190,11 +190,11 @@ inline Products& products_of_thread() {
 
 #ifdef RACES
 // A warp's 16 rows of A, and all of B, are read from now on.
-inline Flight start_reads(const Product& product, int warp, Site site) {
+UNSEEN inline Flight start_reads(const Product& product, int warp, Site site) {
     Races& races = *current_block->races;
     const Visit visit = races.in_flight_of_warp(Kind::Read, Agent::Product, site);
     const uint32_t first = races.log_end();
-    const auto read = [&](const Operand& operand, int mn, int end) {
+    const auto read = [&](const Operand& operand, int mn, int end) UNSEEN {
         for (; mn < end; mn += 8) {
             for (int k = 0; k < 2; ++k) {
                 races.access(
@@ -211,14 +211,14 @@ inline Flight start_reads(const Product& product, int warp, Site site) {
 
 // The lanes of a warp meet, for all must name the same operands; A's fragments are spread over
 // quads.
-inline void start_product(Product& product, const uint32_t* fragment, Site site) {
+UNSEEN inline void start_product(Product& product, const uint32_t* fragment, Site site) {
     IN_RACES(const Quiet quiet;)
     struct Lane {
         Product* product;
         const uint32_t* fragment;
     } lane{&product, fragment};
-    meet(~0u, "wgmma", site, lane, [](const Lanes& lanes) {
-        lanes.each([&](int l) {
+    meet(~0u, "wgmma", site, lane, [](const Lanes& lanes) UNSEEN {
+        lanes.each([&](int l) UNSEEN {
             const Lane& first = lanes.data<Lane>(0);
             const Lane& self = lanes.data<Lane>(l);
             if (self.product->a != first.product->a || self.product->b != first.product->b ||
@@ -247,7 +247,7 @@ struct BarrierState {
         unknown : 1;  // unknown: poison, no barrier_init yet
     int32_t bytes;    // announced, not yet arrived
 
-    static BarrierState& of(void* barrier, const char* name, Site site) {
+    UNSEEN static BarrierState& of(void* barrier, const char* name, Site site) {
         static_assert(sizeof(BarrierState) == sizeof(uint64_t));
         BarrierState& state = *static_cast<BarrierState*>(barrier);
         if (state.unknown)
@@ -255,7 +255,7 @@ struct BarrierState {
         return state;
     }
 
-    void arrive(const char* name, Site site) {
+    UNSEEN void arrive(const char* name, Site site) {
         IN_RACES(current_block->races->arrive(this, site);)
         if (pending == 0) {
             current_block->fail(*current_thread, site,
@@ -266,13 +266,13 @@ struct BarrierState {
         advance();
     }
 
-    void add_bytes(int32_t more) {
+    UNSEEN void add_bytes(int32_t more) {
         bytes += more;
         advance();
     }
 
   private:
-    void advance() {
+    UNSEEN void advance() {
         if (pending > 0 || bytes != 0) return;
         phase ^= 1;
         pending = arrivals;
@@ -346,7 +346,7 @@ inline void barrier_init(Barrier* barrier, int arrivals, cpu::Site site = cpu::S
 inline void barrier_init_fence() {
     IN_RACES(const cpu::Quiet quiet; cpu::current_block->races->fence_inits();)
 }
-inline void barrier_arrive(Barrier* barrier, cpu::Site site = cpu::Site::here()) {
+UNSEEN inline void barrier_arrive(Barrier* barrier, cpu::Site site = cpu::Site::here()) {
     IN_RACES(const cpu::Quiet quiet;)
     cpu::BarrierState::of(barrier, "barrier_arrive", site).arrive("barrier_arrive", site);
 }
@@ -357,10 +357,10 @@ inline void barrier_arrive_expect(Barrier* barrier, uint32_t bytes,
     state.bytes += bytes;
     state.arrive("barrier_arrive_expect", site);
 }
-inline void barrier_wait(Barrier* barrier, int parity, cpu::Site site = cpu::Site::here()) {
+UNSEEN inline void barrier_wait(Barrier* barrier, int parity, cpu::Site site = cpu::Site::here()) {
     IN_RACES(const cpu::Quiet quiet;)
     const cpu::BarrierState& state = cpu::BarrierState::of(barrier, "barrier_wait", site);
-    cpu::wait_until([&] { return int(state.phase) != parity; }, "barrier_wait", site);
+    cpu::wait_until([&] UNSEEN { return int(state.phase) != parity; }, "barrier_wait", site);
     IN_RACES(cpu::current_block->races->wait(barrier, site);)
 }
 
@@ -369,7 +369,7 @@ inline void barrier_wait(Barrier* barrier, int parity, cpu::Site site = cpu::Sit
 namespace [[gnu::visibility("hidden")]] cpu {
 
 // The cluster's block of this rank.
-inline Block& peer(int rank, const char* name, Site site) {
+UNSEEN inline Block& peer(int rank, const char* name, Site site) {
     if (rank >= current_block->grid.cluster) {
         current_block->fail(*current_thread, site, "%s: no block %d in a cluster of %d", name, rank,
                             current_block->grid.cluster);
@@ -378,7 +378,7 @@ inline Block& peer(int rank, const char* name, Site site) {
 }
 
 // All threads of all blocks of the cluster meet.
-inline void cluster_barrier(const char* name, Site site) {
+UNSEEN inline void cluster_barrier(const char* name, Site site) {
     IN_RACES(const Quiet quiet;)
     Block& first = *current_block->cluster[0];
     const int phase = first.cluster_phase;
@@ -387,11 +387,11 @@ inline void cluster_barrier(const char* name, Site site) {
         IN_RACES(first.races->meet_cluster();)
         ++first.cluster_phase;
     }
-    wait_until([&] { return first.cluster_phase != phase; }, name, site);
+    wait_until([&] UNSEEN { return first.cluster_phase != phase; }, name, site);
 }
 
-inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
-                      uint32_t blocks, const char* name, Site site) {
+UNSEEN inline void bulk_copy(void* shared, const void* global, uint32_t bytes, uint64_t* barrier,
+                             uint32_t blocks, const char* name, Site site) {
     IN_RACES(const Quiet quiet;)
     Block& block = *current_block;
     if (!block.shared.contains(shared) || reinterpret_cast<uintptr_t>(shared) % 16 != 0 ||
@@ -438,8 +438,8 @@ T* cluster_pointer(T* shared, uint32_t rank, cpu::Site site = cpu::Site::here())
     cpu::Block& peer = cpu::peer(rank, "cluster_pointer", site);
     return reinterpret_cast<T*>(peer.shared.at(shared_address(shared)));
 }
-inline void barrier_arrive_remote(Barrier* barrier, uint32_t rank,
-                                  cpu::Site site = cpu::Site::here()) {
+UNSEEN inline void barrier_arrive_remote(Barrier* barrier, uint32_t rank,
+                                         cpu::Site site = cpu::Site::here()) {
     IN_RACES(const cpu::Quiet quiet;)
     cpu::Block& peer = cpu::peer(rank, "barrier_arrive_remote", site);
     cpu::BarrierState::of(peer.shared.at(shared_address(barrier)), "barrier_arrive_remote", site)

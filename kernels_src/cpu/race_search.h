@@ -19,6 +19,7 @@ inline Races::Races(Grid& grid, Block** blocks)
 }
 
 inline Races::~Races() {
+    forget_held();
     for (int rank = 0; rank < grid_.cluster; ++rank) free(cells_[rank]);
     for (auto& entry : pages_) free(entry.second);
 }
@@ -35,7 +36,7 @@ inline void Races::begin() {
     shared_log_.clear();
     signals_.clear();
     unfenced_.clear();
-    held_.clear();
+    forget_held();
     clocks_.settle();
     begun_at_ = clocks_.now(0);
 }
@@ -187,6 +188,10 @@ UNSEEN inline void Races::check_repeated() {
     if (memcmp(repeated_.bytes, repeated_.at, repeated_.count) != 0) {
         report(repeated_.own, repeated_.earlier, repeated_.at, false);
     }
+}
+
+UNSEEN inline void Block::check_repeated() {
+    if (current_thread->repeated) current_block->races->check_repeated();
 }
 
 // The list of reads or atomics `before`, and this one.

@@ -7,34 +7,48 @@ namespace [[gnu::visibility("hidden")]] cpu {
 
 // ---- registers
 
-inline void Races::hold(const void* array, size_t bytes, bool may_be_read, Site site) {
+UNSEEN inline void Races::hold(const void* array, size_t bytes, bool may_be_read, Site site) {
     const char* start = static_cast<const char*>(array);
     auto [held, is_new] = held_.try_emplace(start, Held{start + bytes, 0, may_be_read, site});
     ++held->second.products;
-    if (is_new) ++current_thread->held;
+    if (!is_new) return;
+    Thread& thread = *current_thread;
+    const char* end = start + bytes;
+    thread.held_begin = thread.held > 0 && thread.held_begin < start ? thread.held_begin : start;
+    thread.held_end = thread.held > 0 && thread.held_end > end ? thread.held_end : end;
+    ++thread.held;
+    __atomic_add_fetch(&held_arrays, 1, __ATOMIC_RELAXED);
 }
 
-inline void Races::release(const void* array) {
+UNSEEN inline void Races::release(const void* array) {
     const auto held = held_.find(static_cast<const char*>(array));
     if (held == held_.end() || --held->second.products > 0) return;
     held_.erase(held);
     --current_thread->held;
+    __atomic_sub_fetch(&held_arrays, 1, __ATOMIC_RELAXED);
 }
 
-inline void Races::check_held(const Visit& visit, const void* address) {
+// Of threads that ended, or were ended, before they waited.
+inline void Races::forget_held() {
+    __atomic_sub_fetch(&held_arrays, int(held_.size()), __ATOMIC_RELAXED);
+    held_.clear();
+}
+
+UNSEEN inline void Races::check_held(Kind kind, Site site, const void* address) {
+    const Quiet quiet;
     auto after = held_.upper_bound(static_cast<const char*>(address));
     if (after == held_.begin()) return;
     const Held& held = std::prev(after)->second;
-    if (address >= held.end || (held.may_be_read && visit.access.kind == Kind::Read)) return;
-    current_block->fail(*current_thread, line_of(visit.access),
+    if (address >= held.end || (held.may_be_read && kind == Kind::Read)) return;
+    const Access access = by(*current_thread, kind, site).access;
+    current_block->fail(*current_thread, line_of(access),
                         "%.*s %s registers that the wgmma at %s:%d uses until wgmma_wait",
-                        name_length(), grid_.text, verb_of(visit.access), held.site.file,
-                        held.site.line);
+                        name_length(), grid_.text, verb_of(access), held.site.file, held.site.line);
 }
 
 // ---- mbarriers
 
-inline Signal& Races::signal(const void* barrier) {
+UNSEEN inline Signal& Races::signal(const void* barrier) {
     Signal& of = signals_[barrier];
     of.arrived.resize(clocks_.length());
     of.ended.resize(clocks_.length());
@@ -53,17 +67,17 @@ inline void Races::fence_inits() {
     clocks_.advance(number_of(*current_thread));
 }
 
-inline void Races::arrive(const void* barrier, Site site) {
+UNSEEN inline void Races::arrive(const void* barrier, Site site) {
     access(by(*current_thread, Kind::Atomic, site), barrier, sizeof(uint64_t));
     clocks_.give(number_of(*current_thread), signal(barrier).arrived.data());
 }
 
-inline void Races::expect(const void* barrier, Flight flight, Site site) {
+UNSEEN inline void Races::expect(const void* barrier, Flight flight, Site site) {
     access(by(*current_thread, Kind::Atomic, site, Agent::BulkCopy), barrier, sizeof(uint64_t));
     signal(barrier).under_way.push_back(flight);
 }
 
-inline void Races::end_phase(const void* barrier) {
+UNSEEN inline void Races::end_phase(const void* barrier) {
     Signal& of = signal(barrier);
     clocks_.add(of.ended.data(), of.arrived.data());
     of.landed.insert(of.landed.end(), of.under_way.begin(), of.under_way.end());
@@ -72,7 +86,7 @@ inline void Races::end_phase(const void* barrier) {
 
 // The current thread has seen that a phase ended. The first to do so lands its copies, and passes
 // that on.
-inline void Races::wait(const void* barrier, Site site) {
+UNSEEN inline void Races::wait(const void* barrier, Site site) {
     access(by(*current_thread, Kind::Atomic, site), barrier, sizeof(uint64_t));
     Signal& of = signal(barrier);
     const uint32_t number = number_of(*current_thread);

@@ -114,7 +114,8 @@ class Races {
     // wgmma uses an array of the current thread, which stands for registers.
     void hold(const void* array, size_t bytes, bool may_be_read, Site site);
     void release(const void* array);
-    void check_held(const Visit& visit, const void* address);
+    void forget_held();
+    void check_held(Kind kind, Site site, const void* address);
 
     // ---- synchronisation
 

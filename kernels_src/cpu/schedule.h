@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "site.h"
+
 namespace [[gnu::visibility("hidden")]] cpu {
 
 enum class Order { Forward = 0, Reverse = 1, Random = 2 };
@@ -20,7 +22,7 @@ class Random {
   public:
     explicit Random(uint64_t seed = 0) : state_(seed * 0x9E3779B97F4A7C15 | 1) { below(1); }
 
-    uint32_t below(uint32_t bound) {
+    UNSEEN uint32_t below(uint32_t bound) {
         state_ ^= state_ >> 12;
         state_ ^= state_ << 25;
         state_ ^= state_ >> 27;
@@ -32,11 +34,11 @@ class Random {
     uint64_t state_;
 };
 
-inline int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
-inline int highest_bit(uint32_t bits) { return 31 - __builtin_clz(bits); }
+UNSEEN inline int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
+UNSEEN inline int highest_bit(uint32_t bits) { return 31 - __builtin_clz(bits); }
 
 // One of the bits that are set, of which there is at least one.
-inline int choose_bit(uint32_t bits, Order order, Random& random) {
+UNSEEN inline int choose_bit(uint32_t bits, Order order, Random& random) {
     if (order == Order::Forward) return lowest_bit(bits);
     if (order == Order::Reverse) return highest_bit(bits);
     for (uint32_t skip = random.below(__builtin_popcount(bits)); skip > 0; --skip) bits &= bits - 1;
@@ -53,7 +55,7 @@ class Sequence {
             while (common_divisor(step_, count) != 1) ++step_;  // then the steps reach everything
         }
     }
-    uint64_t at(uint64_t n) const {
+    UNSEEN uint64_t at(uint64_t n) const {
         if (order_ == Order::Forward) return n;
         if (order_ == Order::Reverse) return count_ - 1 - n;
         return static_cast<uint64_t>((static_cast<unsigned __int128>(n) * step_ + first_) % count_);

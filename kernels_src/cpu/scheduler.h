@@ -19,13 +19,14 @@ inline Block::Block(Grid& launched, int own_rank, Block** blocks)
       rank(own_rank),
       cluster(blocks) {
     threads = static_cast<Thread*>(calloc(size, sizeof(Thread)));
-    stacks_ = static_cast<char*>(mmap(nullptr, stacks_bytes(), PROT_READ | PROT_WRITE,
+    mapped_ = static_cast<char*>(mmap(nullptr, stacks_bytes() + kStackBytes, PROT_READ | PROT_WRITE,
                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (stacks_ == MAP_FAILED) {
+    if (mapped_ == MAP_FAILED) {
         grid.failure.keep(cudaErrorMemoryAllocation,
                           "no address space for the stacks of %d threads", size);
         return;
     }
+    stacks_ = mapped_ + -reinterpret_cast<uintptr_t>(mapped_) % kStackBytes;
     madvise(stacks_, stacks_bytes(), MADV_NOHUGEPAGE);
     for (int i = 0; i < size; ++i) {
         threads[i].block = this;
@@ -37,9 +38,9 @@ inline Block::Block(Grid& launched, int own_rank, Block** blocks)
 inline Block::~Block() {
     for (int i = 0; i < size; ++i) free(threads[i].copies);
     free(threads);
-    if (stacks_ == MAP_FAILED) return;
+    if (mapped_ == MAP_FAILED) return;
     allow(stacks_, stacks_bytes());
-    munmap(stacks_, stacks_bytes());
+    munmap(mapped_, stacks_bytes() + kStackBytes);
 }
 
 inline void Block::begin(uint3 own_index, uint64_t own_run) {
@@ -60,10 +61,8 @@ inline void Block::begin(uint3 own_index, uint64_t own_run) {
         thread.held = 0;
         warps[thread.warp()].existing |= thread.bit();
         make_ready(thread.warp(), thread.bit());
-        // Stacks end at different cache lines of a page, or all tops would fall on the same cache
-        // sets.
-        const size_t color = 64 * (i % 61);
-        thread.fiber.prepare(stack_of(thread) + 64, kStackBytes - 64 - color, run_thread);
+        char* stack = stack_of(i);
+        thread.fiber.prepare(stack, top_of_stack(i) - stack, run_thread);
     }
 }
 
@@ -77,8 +76,8 @@ inline void Block::run_thread() {
     for (;;) thread.fiber.suspend();
 }
 
-inline void Block::exit_thread(Thread& thread) {
-    IN_RACES(const Quiet quiet;)
+UNSEEN inline void Block::exit_thread(Thread& thread) {
+    IN_RACES(const Quiet quiet; check_repeated();)
     ++exited;
     Warp& warp = warps[thread.warp()];
     warp.exited |= thread.bit();
@@ -101,7 +100,7 @@ inline void Block::exit_thread(Thread& thread) {
     }
 }
 
-inline Thread* Block::next_ready() {
+UNSEEN inline Thread* Block::next_ready() {
     if (ready_warps == 0) return nullptr;
     const Order order = grid.schedule.order;
     const int warp = choose_bit(ready_warps, order, random_);
@@ -109,7 +108,7 @@ inline Thread* Block::next_ready() {
 }
 
 // Makes ready those whose condition has come to hold; says whether there are any.
-inline bool Block::poll() {
+UNSEEN inline bool Block::poll() {
     bool any = false;
     for (int w = 0; w < warp_count; ++w) {
         for (uint32_t left = warps[w].polling; left; left &= left - 1) {
@@ -123,7 +122,7 @@ inline bool Block::poll() {
     return any;
 }
 
-inline void Block::resume(Thread& thread) {
+UNSEEN inline void Block::resume(Thread& thread) {
     Warp& warp = warps[thread.warp()];
     warp.ready &= ~thread.bit();
     if (warp.ready == 0) ready_warps &= ~(1u << thread.warp());
@@ -153,7 +152,7 @@ class Cluster {
     Cluster(const Cluster&) = delete;
 
     // Runs the n-th cluster of the grid; an error ends it early.
-    void run(uint64_t n) {
+    UNSEEN void run(uint64_t n) {
         begin(n);
         while (!grid_.failure.happened()) {
             bool running = false, woken = false;

@@ -9,7 +9,7 @@ namespace [[gnu::visibility("hidden")]] cpu {
 
 // The lanes of a whole warp meet; mma and ldmatrix have no mask.
 template <typename Data, typename Operation>
-void meet_warp(const char* name, Site site, Data& data, Operation operation) {
+UNSEEN void meet_warp(const char* name, Site site, Data& data, Operation operation) {
     const Warp& warp = current_block->warps[current_thread->number / kLanes];
     if (warp.existing != 0xFFFFFFFF) {
         current_block->fail(*current_thread, site,
@@ -73,8 +73,8 @@ UNSEEN void convert(const uint32_t (&words)[kRows][kColumns], float (&values)[kR
 
 // d += a · b with a of 16 x kDepth and b of kDepth x 8.
 template <int kDepth, Floats (*kValues)(Words)>
-void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* name,
-         Site site) {
+UNSEEN void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const char* name,
+                Site site) {
     MmaOperands operands{d, a, b};
     meet_warp(name, site, operands, [](const Lanes& lanes) UNSEEN {
         uint32_t left_words[16][kDepth], right_words[kDepth][8];
@@ -111,8 +111,8 @@ struct MatrixLoad {
 };
 
 template <int kMatrices>
-void ldmatrix(uint32_t (&registers)[kMatrices], const void* row, bool transposed, const char* name,
-              Site site) {
+UNSEEN void ldmatrix(uint32_t (&registers)[kMatrices], const void* row, bool transposed,
+                     const char* name, Site site) {
     const SharedMemory& shared = current_block->shared;
     // Only the first 8 * kMatrices lanes' addresses are used.
     if (current_thread->lane() < 8 * kMatrices &&

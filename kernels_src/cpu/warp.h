@@ -14,14 +14,14 @@ struct Lanes {
     const char* name;
     Site site;
 
-    bool has(int lane) const { return lane >= 0 && lane < kLanes && (members >> lane & 1); }
+    UNSEEN bool has(int lane) const { return lane >= 0 && lane < kLanes && (members >> lane & 1); }
     UNSEEN Thread& thread(int lane) const { return block.lane(warp, lane); }
     template <typename Data>
     UNSEEN Data& data(int lane) const {
         return *static_cast<Data*>(thread(lane).data);
     }
     template <typename Action>
-    void each(Action action) const {
+    UNSEEN void each(Action action) const {
         for (uint32_t left = members; left; left &= left - 1) action(lowest_bit(left));
     }
 };
@@ -29,7 +29,7 @@ struct Lanes {
 // The current thread comes to a meeting of the lanes in `mask`; says whether it is the last one.
 // All lanes must come to the same function with the same mask. A lane that has returned from the
 // kernel may not be in it: on the GPU, whether it still counts depends on time.
-inline bool come_to_meeting(const Lanes& lanes, uint32_t mask, void* data) {
+UNSEEN inline bool come_to_meeting(const Lanes& lanes, uint32_t mask, void* data) {
     Block& block = lanes.block;
     Thread& thread = *current_thread;
     Warp& warp = block.warps[lanes.warp];
@@ -60,7 +60,7 @@ inline bool come_to_meeting(const Lanes& lanes, uint32_t mask, void* data) {
 
 // The lanes of `mask` meet, each with its data; operation(lanes) runs once, and then all go on.
 template <typename Data, typename Operation>
-void meet(uint32_t mask, const char* name, Site site, Data& data, Operation operation) {
+UNSEEN void meet(uint32_t mask, const char* name, Site site, Data& data, Operation operation) {
     IN_RACES(const Quiet quiet;)
     Block& block = *current_block;
     Warp& warp = block.warps[current_thread->warp()];
@@ -80,12 +80,13 @@ struct Exchange {
 };
 
 template <typename Value>
-Value shuffle(uint32_t mask, Value value, int source, const char* name, Site site) {
+UNSEEN Value shuffle(uint32_t mask, Value value, int source, const char* name, Site site) {
     Exchange<Value> exchange{value, source};
-    meet(mask, name, site, exchange, [](const Lanes& lanes) {
+    meet(mask, name, site, exchange, [](const Lanes& lanes) UNSEEN {
         Value values[kLanes];
-        lanes.each([&](int lane) { values[lane] = lanes.data<Exchange<Value>>(lane).value; });
-        lanes.each([&](int lane) {
+        lanes.each([&](int lane)
+                       UNSEEN { values[lane] = lanes.data<Exchange<Value>>(lane).value; });
+        lanes.each([&](int lane) UNSEEN {
             Exchange<Value>& reader = lanes.data<Exchange<Value>>(lane);
             if (!lanes.has(reader.source)) {
                 lanes.block.fail(lanes.thread(lane), lanes.site,
@@ -99,12 +100,12 @@ Value shuffle(uint32_t mask, Value value, int source, const char* name, Site sit
 }
 
 // The lanes whose predicate is true.
-inline uint32_t ballot(uint32_t mask, bool predicate, const char* name, Site site) {
+UNSEEN inline uint32_t ballot(uint32_t mask, bool predicate, const char* name, Site site) {
     uint32_t vote = predicate;
-    meet(mask, name, site, vote, [](const Lanes& lanes) {
+    meet(mask, name, site, vote, [](const Lanes& lanes) UNSEEN {
         uint32_t result = 0;
-        lanes.each([&](int lane) { result |= lanes.data<uint32_t>(lane) << lane; });
-        lanes.each([&](int lane) { lanes.data<uint32_t>(lane) = result; });
+        lanes.each([&](int lane) UNSEEN { result |= lanes.data<uint32_t>(lane) << lane; });
+        lanes.each([&](int lane) UNSEEN { lanes.data<uint32_t>(lane) = result; });
     });
     return vote;
 }
@@ -112,7 +113,7 @@ inline uint32_t ballot(uint32_t mask, bool predicate, const char* name, Site sit
 // Where in groups of `width` lanes the current lane is.
 struct Position {
     int lane, first, last;
-    explicit Position(int width)
+    UNSEEN explicit Position(int width)
         : lane(current_thread->lane()), first(lane & -width), last(first + width - 1) {}
 };
 
