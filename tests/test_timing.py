@@ -116,8 +116,13 @@ def test_every_operator_has_a_library_chain():
 def test_a_graph_and_calls_time_the_same_kernel_alike():
     x = torch.randn(4096, 4096, device="cuda")
     candidate = [Candidate("product", lambda y: y @ y)]
-    graph, direct = (compare(candidate, [(x,)], in_graph=flag)["product"] for flag in (True, False))
-    assert graph.p50_us == pytest.approx(direct.p50_us, rel=0.2)
+    # In turns, and the fastest of each: what else the card has to do only adds time.
+    rounds = [
+        [compare(candidate, [(x,)], in_graph=in_graph)["product"] for in_graph in (True, False)]
+        for _ in range(3)
+    ]
+    graph, direct = (min(runs, key=lambda timing: timing.p20_us) for runs in zip(*rounds, strict=True))
+    assert graph.p20_us == pytest.approx(direct.p20_us, rel=0.2)
     torch.testing.assert_close(graph.outputs[0], direct.outputs[0])
     assert graph.peak_mib == pytest.approx(64, rel=0.3)
 
