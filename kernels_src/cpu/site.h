@@ -5,7 +5,8 @@
 #include <string.h>
 
 // What only a build that looks for data races does, see races.h. The detector's own accesses to
-// memory are not, and those of the slowest models need not be, instrumented: UNSEEN.
+// memory are not, and those of the scheduler and of models, which cost the most, need not be,
+// instrumented: UNSEEN.
 #ifdef RACES
 #define IN_RACES(...) __VA_ARGS__
 #define UNSEEN __attribute__((no_sanitize("thread")))
