@@ -67,13 +67,16 @@ __global__ void unwritten(const float* x, float* y, int bug) {
 }
 
 // y = x with halves exchanged. All threads set one flag in one line; with the bug to different
-// values.
+// values, or the first thread to another one than the rest, before it waits or as its last act.
 __global__ void same_value(const float* x, float* y, int bug) {
     SHARED(int, flag, );
     const int t = threadIdx.x, first = blockIdx.x * kThreads;
-    flag = bug ? t / 100 : 1;  // W
+    flag = bug == 1 ? t / 100 : bug == 2 ? t > 0 : 1;  // W
+    __syncwarp();
     __syncthreads();
     y[first + (t ^ 64)] = x[first + t] + (flag > 9);
+    __syncthreads();
+    if (bug == 3) flag = t > 0;  // W
 }
 
 // y = x with halves exchanged, and a count of threads, which must not be read until all have

@@ -62,6 +62,8 @@ RACES = [
     ("copied", 1, "R", "W", "reads element .* copies asynchronously into at", "put copy_async_wait"),
     ("copied", 2, "RW", "RW", r"element \d+ of 'tile'", BARRIER),
     ("same_value", 1, "W", "W", "writes element 0 of 'flag', .* writes at", BARRIER),
+    ("same_value", 2, "W", "W", "writes element 0 of 'flag', .* writes at", BARRIER),
+    ("same_value", 3, "W", "W", "writes element 0 of 'flag', .* writes at", BARRIER),
     ("counted", 1, "RW", "RW", "element 0 of 'count'", "put"),
     ("written_by_two_blocks", 1, "W", "W", "writes global memory at 0x", "blocks have no order"),
     ("other_block", 2, "RW", "RW", r"element \d+ of 'tile'", r"put cluster_sync\(\)"),
