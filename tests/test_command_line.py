@@ -1,6 +1,6 @@
 """The command line, as a user's shell and other people's scripts meet it.
 
-What needs no process of its own has none, which would import torch again; the README's commands have one.
+Most run here, since a new process imports torch again; the README's commands have one each.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class Block {
     UNSEEN size_t stacks_bytes() const { return (size + 1) * kStackBytes; }
     UNSEEN char* stack_of(int number) const { return stacks_ + (number + 1) * kStackBytes; }
     // Stacks start at different cache lines of a page, or all tops would fall on the same sets of
-    // the cache.
+    // the cache; and below its last line, where the next higher stack's mark may be.
     UNSEEN char* top_of_stack(int number) const {
         return stack_of(number + 1) - (2 + (number + 1) % 60) * kLine;
     }
