@@ -10,7 +10,8 @@ import torch
 
 from kernels_src.outer_product_mean import OUTER_PRODUCT_MEAN as OPERATOR
 from kernels_src.outer_product_mean import OuterProductMean, Shape
-from workbench.check import check_problem
+from workbench.check import CASE_FOR_RACES, check_problem
+from workbench.problem import CASES as CASES_OF_INPUTS
 from workbench.problem import pose
 
 SMALL = Shape(2, 3, 5, 16, 8, 12)  # every stage supports it
@@ -91,7 +92,11 @@ def test_the_reference_builds_its_parameters_in_the_documented_order():
 
 @pytest.mark.parametrize(("stage", "shape"), CASES)
 def test_odd_shapes(stage, shape, seed):
-    case = ("random", "masked", "masked column", "large")[(seed + SHAPES.index(shape)) % 4]
+    """A quarter of the pairs in the case that is searched for races: the same ones in every run, since a
+    search has builds of its own. The seed chooses the others' case."""
+    place = STAGES.index(stage) + SHAPES.index(shape)
+    others = [name for name in CASES_OF_INPUTS if name != CASE_FOR_RACES]
+    case = others[(seed + place) % 3] if place % 4 else CASE_FOR_RACES
     assert_passes(stage, shape, case, seed)
 
 
