@@ -46,6 +46,7 @@ class Races;
 
 struct Thread {
     Fiber fiber;
+    uint64_t* stack_end;  // a mark there is overwritten by a stack that is too small
     Block* block;
     uint3 index;
     int number;  // in the block
@@ -187,10 +188,9 @@ class Block {
     UNSEEN char* top_of_stack(int number) const {
         return stack_of(number + 1) - (2 + (number + 1) % 60) * kLine;
     }
-    // What overwrites the mark at the end of a stack: it lies right above the top of the next lower
-    // one, in a page that is in use anyway.
-    UNSEEN uint64_t& end_of_stack(const Thread& thread) const {
-        return *reinterpret_cast<uint64_t*>(top_of_stack(thread.number - 1));
+    // The mark lies right above the top of the next lower stack, in a page that is in use anyway.
+    UNSEEN uint64_t* end_of_stack(int number) const {
+        return reinterpret_cast<uint64_t*>(top_of_stack(number - 1));
     }
 
     char *mapped_, *stacks_;

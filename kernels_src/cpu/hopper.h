@@ -118,13 +118,15 @@ UNSEEN void run_product(Product& product, float* sums) {
     }
     float rows[2][16];
     convert<values_of<T>>(product.rows, rows);
+    Floats left[16];  // both rows, each for 2 columns
+    for (int k = 0; k < 16; ++k) left[k] = Floats{rows[0][k], rows[0][k], rows[1][k], rows[1][k]};
     for (int i = 0; i < product.count; i += 4) {  // 2 columns in both rows, side by side
         Floats sum{};
         if (product.accumulate) memcpy(&sum, sums + i, sizeof sum);
+#pragma GCC unroll 16
         for (int k = 0; k < 16; ++k) {
-            const Floats left{rows[0][k], rows[0][k], rows[1][k], rows[1][k]};
             const float* right = b.at(2 * (i + quarter), k);
-            sum += left * Floats{right[0], right[1], right[0], right[1]};
+            sum += left[k] * Floats{right[0], right[1], right[0], right[1]};
         }
         memcpy(sums + i, &sum, sizeof sum);
     }
@@ -133,7 +135,7 @@ UNSEEN void run_product(Product& product, float* sums) {
 // What one thread has started: products in order, and how many of them each committed group
 // has.
 struct Products {
-    uint64_t run;  // of the block that they belong to
+    uint64_t run = 0;  // of the block that they belong to
     std::vector<Product> pending;
     std::vector<int> groups;
     int uncommitted = 0;
@@ -182,8 +184,10 @@ struct Products {
 };
 
 UNSEEN inline Products& products_of_thread() {
-    static thread_local std::unordered_map<const Thread*, Products> all;
-    Products& products = all[current_thread];
+    static thread_local std::vector<Products> all;  // by rank in the cluster, then number
+    const size_t place = current_block->rank * kMaxThreads + current_thread->number;
+    if (place >= all.size()) all.resize(place + 1);
+    Products& products = all[place];
     if (products.run != current_block->run) products = {current_block->run};
     return products;
 }

@@ -31,7 +31,8 @@ inline Block::Block(Grid& launched, int own_rank, Block** blocks)
     for (int i = 0; i < size; ++i) {
         threads[i].block = this;
         threads[i].number = i;
-        end_of_stack(threads[i]) = kStackEnd;
+        threads[i].stack_end = end_of_stack(i);
+        *threads[i].stack_end = kStackEnd;
     }
 }
 
@@ -132,12 +133,12 @@ UNSEEN inline void Block::resume(Thread& thread) {
     threadIdx = thread.index;
     thread.fiber.resume();
     IN_RACES(current_thread = nullptr;)  // what the scheduler does is of no thread
-    if (end_of_stack(thread) != kStackEnd) {
+    if (*thread.stack_end != kStackEnd) {
         grid.failure.keep(
             cudaErrorLaunchFailure,
             "block (%u,%u,%u), thread (%u,%u,%u): local variables of more than %zu bytes", index.x,
             index.y, index.z, thread.index.x, thread.index.y, thread.index.z, kStackBytes);
-        end_of_stack(thread) = kStackEnd;
+        *thread.stack_end = kStackEnd;
     }
 }
 
