@@ -1,10 +1,15 @@
-"""Processes for the loader's tests: real ones, forked from a server that has imported torch once."""
+"""Processes for tests: real ones, forked from a server that has imported torch once."""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
+import runpy
 import stat
+import subprocess
+import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,9 +18,10 @@ from typing import Any
 import torch
 
 import jit_loader
+from workbench.paths import ROOT
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["jit_loader"])
+CONTEXT.set_forkserver_preload(["workbench", "jit_loader"])
 
 # Needs no header of the project, so that it compiles in a tenth of a second.
 SCALE = r"""
@@ -117,6 +123,44 @@ class Child:
 def in_child(function: Callable, *arguments: Any, env: Mapping[str, str | None] | None = None) -> Any:
     """What a function returns in a new process."""
     return Child(function, *arguments, env=env).result()
+
+
+def python(*arguments: str, env: Mapping[str, str | None] | None = None) -> subprocess.CompletedProcess[str]:
+    """`python -m …` or `python -c …` in the repository's root, as subprocess.run would return it.
+
+    An interpreter of its own would first import torch, which takes two seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdout", "stderr")]
+        status = Child(_interpret, arguments, files, env=env).result(timeout=280)
+        return subprocess.CompletedProcess(arguments, status, *(file.read_text() for file in files))
+
+
+def _interpret(arguments: tuple[str, ...], files: list[Path]) -> int:
+    """Do what the interpreter does with these arguments, with its output in files; return its status."""
+    os.chdir(ROOT)
+    for descriptor, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
+    option, what, *rest = arguments
+    try:
+        if option == "-m":
+            sys.argv = [what, *rest]
+            runpy.run_module(what, run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [option, *rest]
+            exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
 
 
 def _run(pipe: Any, variables: Mapping[str, str | None], function: Callable, arguments: tuple) -> None:

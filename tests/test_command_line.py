@@ -1,6 +1,6 @@
 """The command line, as a user's shell and other people's scripts meet it.
 
-Most run here, since a new process imports torch again; the README's commands have one each.
+Most run in this process; the README's commands have one each.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from processes import python
 
 import jit_loader
 from kernels_src import OPERATORS
@@ -26,18 +27,6 @@ OUTER = OPERATORS["outer_product_mean"]
 NO_GPU = not torch.cuda.is_available()
 
 
-def run(*arguments, **environment):
-    """`python -m workbench …` in a process of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "workbench", *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
 def test_list_names_every_operator_and_stage(capsys):
     assert command_line.main(["list"]) == 0
     shown = capsys.readouterr().out
@@ -48,20 +37,17 @@ def test_list_names_every_operator_and_stage(capsys):
 
 
 def test_check_counts_what_passed_and_failed_in_its_last_line(capsys):
-    arguments = ["check", "outer_product_mean/01", "--shape", "seed", "--device", "cpu"]
-    assert command_line.main(arguments) == 0
+    assert command_line.main(["check", "msa_column_attention/03", "--shape", "seed", "--device", "cpu"]) == 0
     shown = capsys.readouterr()
     assert shown.out.splitlines()[-1] == "4 passed, 0 failed"
-    assert shown.out.startswith(
-        "outer_product_mean/01_thread_per_output seed: 4 cases passed; largest error "
-    )
+    assert shown.out.startswith("msa_column_attention/03_single_kernel seed: 4 cases passed; largest error ")
     assert "stage" in shown.err  # progress
 
 
 def broken(monkeypatch, text):
     """Put a stage with another source in place of the first."""
     stage = OUTER.stages[0].variant(text, "01_broken")
-    operator = replace(OUTER, stages=(stage,))
+    operator = replace(OUTER, stages=(stage,), odd_shapes=())
     monkeypatch.setitem(selection.OPERATORS, OUTER.name, operator)
 
 
@@ -77,7 +63,7 @@ def test_check_fails_a_wrong_stage_and_says_how(old, new, message, monkeypatch, 
     code = OUTER.stages[0].code
     assert old in code
     broken(monkeypatch, code.replace(old, new))
-    status = command_line.main(["check", "outer_product_mean/01", "--shape", "seed", "--device", "cpu"])
+    status = command_line.main(["check", "outer_product_mean/01", "--shape", "odd", "--device", "cpu"])
     shown = capsys.readouterr().out
     assert status == 1
     assert shown.splitlines()[-1] == "0 passed, 4 failed"
@@ -167,14 +153,14 @@ def test_build_reports_a_source_that_does_not_compile(monkeypatch, capsys):
 
 
 def test_doctor_says_what_runs_where():
-    done = run("doctor")
+    done = python("-m", "workbench", "doctor")
     assert done.returncode == 0
     assert "CPU tensors: stages run on the CPU" in done.stdout
     assert "nvcc" in done.stdout and torch.__version__ in done.stdout
 
 
 def test_doctor_says_what_to_install_where_nothing_runs(tmp_path):
-    done = run("doctor", CXX=str(tmp_path / "no-such-compiler"))
+    done = python("-m", "workbench", "doctor", env={"CXX": str(tmp_path / "no-such-compiler")})
     assert done.returncode == 1
     assert "CPU tensors: no stage can run" in done.stdout
     assert "to do: C++ compiler: " in done.stdout and "Traceback" not in done.stderr
@@ -238,11 +224,16 @@ def test_the_gpu_script_has_every_operator_part_and_shape():
     assert [line.split()[0] for line in some] == [*names[-8:-4], "report"]
 
 
-@pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
-def test_the_gpu_script_says_in_a_sentence_that_there_is_none():
-    done = on_gpu("report")
+def test_the_gpu_script_says_in_a_sentence_that_there_is_none(tmp_path):
+    """It asks Python; here a program stands for that, which says no and keeps the question."""
+    program = tmp_path / "python"
+    program.write_text(f'#!/bin/sh\nprintf %s "$2" > {tmp_path}/question\nexit 1\n')
+    program.chmod(0o755)
+    done = on_gpu("report", PYTHON=str(program))
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == f"on_gpu.sh: these steps need an NVIDIA GPU, and {sys.executable} finds none.\n"
+    assert done.stderr == f"on_gpu.sh: these steps need an NVIDIA GPU, and {program} finds none.\n"
+    answer = python("-c", (tmp_path / "question").read_text())
+    assert (answer.returncode, answer.stderr) == (int(NO_GPU), "")
 
 
 def test_the_gpu_script_goes_on_after_a_failure_and_sums_up(tmp_path):

@@ -6,13 +6,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
 
 import pytest
-from processes import compilations, counting_compiler, factor_of, in_child, write_scale
+from processes import compilations, counting_compiler, factor_of, in_child, python, write_scale
 
 import jit_loader
 
@@ -242,16 +241,10 @@ def test_the_temporary_cache_is_removed(tmp_path, cache, monkeypatch):
     temporary.mkdir()
     env = {"TMPDIR": str(temporary), "FOLDFUSE_CACHE": str(cache)}
     script = (
-        "import sys, jit_loader; sys.path.insert(0, 'tests'); import processes, pathlib;"
+        "import sys; sys.path.insert(0, 'tests'); import processes, pathlib;"
         "print(processes.factor_of(pathlib.Path(sys.argv[1])))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script, write_scale(tmp_path)],
-        env={**os.environ, **env},
-        cwd=Path(jit_loader.__file__).parent,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-c", script, str(write_scale(tmp_path)), env=env)
     assert done.stdout == "3.0\n", done.stderr
     assert list(temporary.iterdir()) == []
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from processes import python
 
 from kernels_src import OPERATORS
 from workbench.paths import ROOT
@@ -39,9 +41,15 @@ def test_make_knows_the_target(command: str):
 
 @pytest.mark.parametrize("command", WORKBENCH)
 def test_workbench_command_as_written(command: str):
-    done = run(command)
-    assert done.returncode == 0, done.stdout + done.stderr
+    program, *arguments = shlex.split(command)
+    done = python(*arguments)
+    assert program == "python" and done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip()
+
+
+def test_a_shell_runs_them_too():
+    [command] = [command for command in WORKBENCH if command.endswith(" list")]
+    assert run(command).stdout == python("-m", "workbench", "list").stdout != ""
 
 
 def test_python_as_written():

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
+from processes import python
 
 from benchmarks.variants import QUESTIONS
 from kernels_src import OPERATORS
-from workbench.paths import ROOT
 from workbench.sources import inline_headers
 
 
@@ -28,8 +25,7 @@ def test_a_stage_has_the_constants_that_are_tried(question):
 
 
 def test_without_a_gpu_it_says_so_in_one_sentence():
-    command = [sys.executable, "-m", "benchmarks.variants", "outer_product_mean/08"]
-    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=ROOT)
+    variables = {"CUDA_VISIBLE_DEVICES": ""}
+    done = python("-m", "benchmarks.variants", "outer_product_mean/08", env=variables)
     assert done.returncode == 1
     assert done.stderr == "variants.py: times are measured on an NVIDIA GPU, and none was found.\n"
