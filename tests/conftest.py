@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -9,8 +10,9 @@ import signal
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two workers share two cores
+gc.disable()  # what is made until all tests are collected lives as long as the run
 
-import torch
+collect_ignore = ["artefacts"]  # which has a copy of the project while the notebooks are driven
 
 SEED = int(os.environ.get("FOLDFUSE_TEST_SEED", random.SystemRandom().randrange(2**31)))
 
@@ -29,10 +31,18 @@ def pytest_report_header(config):
 
 def pytest_collection_modifyitems(items):
     """Skip what needs a GPU where there is none."""
+    import torch  # here, since the process that only hands out tests does without
+
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_collection_finish():
+    """Collect garbage from now on, and only what the tests make."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

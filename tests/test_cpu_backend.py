@@ -312,7 +312,7 @@ EXPORT cudaError_t run(const float* x, float* y, int bug, cudaStream_t stream) {
 RUN_SANITIZED = """
 import sys, torch, jit_loader
 from pathlib import Path
-kernels = jit_loader.load(Path(sys.argv[1]))
+kernels = jit_loader.load(Path(sys.argv[1]).read_text(), name="sanitized")
 x, y = torch.randn(64), torch.empty(64)
 kernels.run(x, y, 0)
 print("right:", "equal" if torch.equal(x, y) else "different", file=sys.stderr)

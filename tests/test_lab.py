@@ -43,7 +43,7 @@ SETTINGS = {
 SLOW_MS = 120_000  # a cell that imports torch and compiles, on a busy machine
 STAGE = OPERATOR.stages[0]
 LINE = "constexpr int kThreads = 256;"  # of that stage, to be edited
-NOT_COPIED = (".venv", ".git", "executed", "artefacts", "__pycache__", ".ipynb_checkpoints", "*.egg-info")
+NOT_COPIED = (".venv", ".git", "executed", "artefacts", ".ipynb_checkpoints", "*.egg-info")
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium"),
@@ -54,9 +54,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of what `make lab` starts, on a copy of the project with an empty notebook more."""
+    """The address of what `make lab` starts, on a copy of the project with an empty notebook more.
+
+    The copy is in the same place each time, since a build is of sources in their place.
+    """
     home = tmp_path_factory.mktemp("lab")
-    project = home / "project"
+    project = ARTEFACTS / "project"
+    shutil.rmtree(project, ignore_errors=True)
     shutil.copytree(ROOT, project, ignore=shutil.ignore_patterns(*NOT_COPIED))
     write(new_notebook(cells=[new_code_cell("", id="first")]), project / "notebooks" / "scratch.ipynb")
     for name, values in SETTINGS.items():
@@ -79,6 +83,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         finally:
             server.terminate()
             server.wait(timeout=30)
+            shutil.rmtree(project)
 
 
 def _arguments_of_make_lab() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -461,13 +462,16 @@ def test_own_operator_that_is_wrong_fails():
     assert not all(case.passed for case in check(operator, operator.stages[0]))
 
 
-def test_the_two_files_are_kept_and_work(tmp_path: Path):
-    files = last_row_files()
-    module, stage = files.keep(tmp_path)
+def test_the_two_files_are_kept_and_work():
+    """In the same place each time, so that later runs find the builds."""
+    files, folder = last_row_files(), Path(__file__).parent / "artefacts" / "last_row"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    module, stage = files.keep(folder)
     assert (module.name, stage.name) == ("__init__.py", "01_a_block_a_residue.cu")
     spec = importlib.util.spec_from_file_location("last_row", module)
     kept = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kept)
     assert all(case.passed for case in check(kept.OPERATOR, kept.OPERATOR.stages[0]))
     with pytest.raises(FileExistsError):
-        files.keep(tmp_path)
+        files.keep(folder)
