@@ -20,6 +20,7 @@ from jit.source import Source, Target
 from jit.toolchain import cuda_runtime, ninja_folder, nvcc
 
 PRINTED = "printed.txt"  # what nvcc printed, in a staging folder
+UNUSED = ("c10", "c10_cuda", "torch", "torch_cpu", "torch_cuda", "torch_python")  # that load_inline links to
 
 
 class Compiled(NamedTuple):
@@ -90,11 +91,13 @@ def _arguments(source: Source, target: Target, staging: Path) -> dict[str, Any]:
     file = source.file.replace("\\", "\\\\").replace('"', '\\"')
     text = f'#line 1 "{file}"\n{source.text}\n#line 1 "calls of {file}"{text_of(source)}'
     flags = [_quoted(flag) for flag in compiler_flags(source, target)]
+    for name in UNUSED:  # found before torch's own, whose many symbols take most of a link's time to read
+        (staging / f"lib{name}.so").write_text("/* a linker script that links nothing */")
     if target.backend == "cpu":
         return {
             "cpp_sources": [text],
             "extra_cflags": flags,
-            "extra_ldflags": [*linker_flags(target), "-pthread"],
+            "extra_ldflags": [*linker_flags(target), "-L.", "-pthread"],
             "extra_include_paths": include_folders(source, target),
         }
     runtime = cuda_runtime()

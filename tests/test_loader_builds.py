@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import re
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -499,3 +501,25 @@ def test_a_path_given_as_text_and_options_in_another_form_are_refused():
         jit_loader.load(Path("scale.cu"), flags="-G")
     with pytest.raises(ValueError, match="flags: write -I and its folder as one option"):
         jit_loader.load(Path("scale.cu"), flags=["-I", "headers"])
+
+
+# ---- what a build needs
+
+
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_a_library_needs_none_of_torchs(tmp_path, compiler, backend):
+    """Not even a function of the C++ library that libc10 has too, such as a table's when it grows."""
+    source = tmp_path / "table.cu"
+    source.write_text(
+        '#include "cuda.cuh"\n#include <unordered_map>\n'
+        "EXPORT cudaError_t fill(float* y, int n, cudaStream_t stream) {\n"
+        "    std::unordered_map<int, float> table;\n"
+        "    for (int i = 0; i < n; ++i) table[i] = i;\n"
+        "    for (int i = 0; i < n; ++i) y[i] = table[i];\n"
+        "    return cudaSuccess;\n}\n"
+    )
+    jit_loader.load(source).build(backend, arch="9.0a" if backend == "cuda" else None)
+    [library] = (tmp_path / "cache").glob("builds/*/*/kernels.so")
+    needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    assert "libc.so.6" in needed
+    assert not re.search(r"\[lib(torch|c10)\w*\.so", needed), needed
