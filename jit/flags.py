@@ -45,7 +45,7 @@ def include_folders(source: Source, target: Target) -> list[str]:
 def linker_flags(target: Target) -> tuple[str, ...]:
     """The linker's options."""
     common = (
-        "-Wl,--as-needed",  # torch's own libraries are on the command line, and not needed
+        "-Wl,--as-needed",  # what is on the command line of torch's, and has no stand-in, is not needed
         "-Wl,-Bsymbolic-functions",  # a function whose name the C library has too is the source's own
     )
     return (*common, *(SANITIZER_FLAGS if _is_sanitized(target) else ("-Wl,-z,defs",)))

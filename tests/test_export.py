@@ -143,7 +143,7 @@ def test_a_new_model_keeps_a_harness_rules(operator, stage, tmp_path, seed):
         assert not output.requires_grad
     assert kept == {name: id(value) for name, value in vars(two).items()}
     msa, mask = first
-    for same in (mask.bool(), mask.to(torch.int64), mask.bfloat16()):
+    for same in (mask.bool(), mask.to(torch.int64), mask.bfloat16(), mask.float()):
         assert torch.equal(two(msa, same), output)
 
 

@@ -43,8 +43,13 @@ def rows_of(operator, shapes=("seed", "af2")):
 @pytest.fixture
 def folder(tmp_path):
     """Recorded results of three stages and all baselines at two shapes."""
-    folder = tmp_path / "nvidia-test-1"
-    results.store(folder, OUTER, rows_of(OUTER), RUN)
+    return record(tmp_path, ("seed", "af2"))
+
+
+def record(root, shapes):
+    """Results of three stages and all baselines at these shapes, in a card's folder."""
+    folder = root / "nvidia-test-1"
+    results.store(folder, OUTER, rows_of(OUTER, shapes), RUN)
     results.store_resources(
         folder,
         pd.DataFrame(
@@ -165,8 +170,7 @@ old
 
 
 def test_what_lags_the_csv_is_found_and_a_report_mends_it(tmp_path):
-    root, readme, folder = tmp_path, tmp_path / "README.md", tmp_path / "nvidia-test-1"
-    results.store(folder, OUTER, rows_of(OUTER, ("seed",)), RUN)
+    root, readme, folder = tmp_path, tmp_path / "README.md", record(tmp_path, ("seed",))
     readme.write_text(README)
     (folder / "superfluous.svg").write_text("<svg/>")
     wanted = report.pictures(folder)
