@@ -229,7 +229,7 @@ def test_a_report_names_old_rows_and_what_renews_them(folder, monkeypatch):
     name = OUTER.stage("04").name
     results.store(folder, OUTER, [row(OUTER, name), row(OUTER, name, "af2")], RUN)
     assert report.old_rows(folder.parent) == {}
-    monkeypatch.setattr(results, "version_now", lambda operator, stage, shape, dtype: shape)
+    monkeypatch.setattr(results, "versions_now", lambda keys: [shape for _, _, shape, _ in keys])
     assert report.old_rows(folder.parent) == {
         f"python -m workbench bench outer_product_mean --shape {shape} --dtype fp32": [
             f"nvidia-test-1: outer_product_mean/{name} {shape} fp32"

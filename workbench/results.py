@@ -21,7 +21,7 @@ from filelock import FileLock
 from kernels_src.operator import Operator
 from workbench.baselines import BASELINES
 from workbench.paths import ROOT
-from workbench.versions import FUSED, version_now
+from workbench.versions import FUSED, versions_now
 
 RESULTS = ROOT / "results"
 COLUMNS = (
@@ -63,8 +63,9 @@ def load(folder: Path, operator: str) -> pd.DataFrame:
     """
     rows = _read(folder, operator)
     versions = {key: version for run in load_runs(folder) for key, version in run["rows"].items()}
-    keys = rows[KEY].itertuples(index=False, name=None)
-    old = [versions.get("/".join(key)) not in (None, version_now(*key)) for key in keys]
+    keys = list(rows[KEY].itertuples(index=False, name=None))
+    pairs = zip(keys, versions_now(keys), strict=True)
+    old = [versions.get("/".join(key)) not in (None, now) for key, now in pairs]
     return rows.assign(is_old=pd.Series(old, index=rows.index, dtype=bool))
 
 
@@ -86,7 +87,8 @@ def store(folder: Path, operator: Operator, rows: Iterable[Row], run: Row) -> No
     folder's lock, so that processes that measure on several GPUs lose none of each other's rows.
     """
     new = pd.DataFrame([dict(row) for row in rows], columns=list(COLUMNS))
-    versions = {key: version_now(*key.split("/")) for key in keys_of(new)}
+    keys = keys_of(new)
+    versions = dict(zip(keys, versions_now(key.split("/") for key in keys), strict=True))
     with lock_of(folder):
         rows = _in_order(replaced(_read(folder, operator.name), new), operator)
         text = rows.to_csv(index=False, float_format=f"%.{DIGITS}g", lineterminator="\n")

@@ -7,7 +7,8 @@ and its compile-time constants. Comments, white space and what only the CPU comp
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,17 +23,29 @@ FUSED = "fused"
 """The stage name of rows of the fused module, which runs the stage that it takes to be the fastest."""
 
 
-def version(stage: Stage, shape: Any) -> str:
+def version(stage: Stage, shape: Any, source: Callable[[Stage], str] | None = None) -> str:
     """The digest of what is compiled for a stage at a shape."""
-    text = without_layout(inline_headers(stage.code, stage.source.parent))
+    text = (source or compiled_source)(stage)
     constants = sorted(stage.constants(shape).items())
     return hashlib.sha256(f"{constants}\n{text}".encode()).hexdigest()[:16]
 
 
-def version_now(operator: str, stage: str, shape: str, dtype: str) -> str | None:
-    """The version that measuring a row again would have; None for a baseline and for what is no more."""
-    found = stage_of(operator, stage, shape, dtype)
-    return version(found, OPERATORS[operator].shapes[shape]) if found else None
+def compiled_source(stage: Stage) -> str:
+    """What of a stage's files nvcc sees, at any shape."""
+    return without_layout(inline_headers(stage.code, stage.source.parent))
+
+
+def versions_now(keys: Iterable[Sequence[str]]) -> list[str | None]:
+    """The versions that rows would have if they were measured again; None for a baseline or what is no more.
+
+    A key is a row's operator, stage, shape and dtype. Each source is read once.
+    """
+    source = cache(compiled_source)
+    versions = []
+    for operator, stage, shape, dtype in keys:
+        found = stage_of(operator, stage, shape, dtype)
+        versions.append(version(found, OPERATORS[operator].shapes[shape], source) if found else None)
+    return versions
 
 
 def stage_of(operator: str, stage: str, shape: str, dtype: str) -> Stage | None:

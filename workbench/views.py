@@ -167,7 +167,8 @@ def _highlighted(code: str) -> list[str]:
     from pygments.lexers import CudaLexer
 
     lexer = CudaLexer(stripnl=False)  # adds the newline without which it knows no comment
-    lines = (highlight(line, lexer, HtmlFormatter(nowrap=True)).rstrip("\n") for line in code.splitlines())
+    formatter = HtmlFormatter(nowrap=True)
+    lines = (highlight(line, lexer, formatter).rstrip("\n") for line in code.splitlines())
     # Spaces, names and punctuation have no colour of their own; their tags are most of the text.
     return [re.sub(r'<span class="[wnp]">([^<]*)</span>', r"\1", line) or "&nbsp;" for line in lines]
 
