@@ -40,8 +40,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Collect garbage from now on, and only what the tests make."""
+    """Collect garbage from now on, only what the tests make, and seldom."""
     gc.freeze()
+    gc.set_threshold(100_000)
     gc.enable()
 
 
