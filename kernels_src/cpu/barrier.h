@@ -52,7 +52,7 @@ UNSEEN inline void barrier_sync(int number, int threads, const char* name,
         }
         barrier.arrived = 0;
     }
-    block.wait(name, site);
+    block.wait(thread, name, site);
 }
 
 }  // namespace cpu

@@ -65,8 +65,8 @@ struct Thread {
     int held;       // its arrays that wgmma uses, and where the first begins and the last ends
     const char *held_begin, *held_end;
 
-    UNSEEN int warp() const { return number / kLanes; }
-    UNSEEN int lane() const { return number % kLanes; }
+    UNSEEN int warp() const { return unsigned(number) / kLanes; }
+    UNSEEN int lane() const { return unsigned(number) % kLanes; }
     UNSEEN uint32_t bit() const { return 1u << lane(); }
     UNSEEN bool may_hold(const void* address) const {
         return held > 0 && address >= held_begin && address < held_end;
@@ -127,7 +127,7 @@ class Block {
     void begin(uint3 index, uint64_t run);
     Thread* next_ready();
     bool poll();
-    void resume(Thread& thread);
+    void run_from(Thread& thread);
     UNSEEN bool ended() const { return exited == size; }
 
     UNSEEN void make_ready(int warp, uint32_t lanes) {
@@ -135,12 +135,13 @@ class Block {
         ready_warps |= 1u << warp;
     }
     // Suspends the current thread until someone makes it ready.
-    UNSEEN void wait(const char* what, Site site) {
+    UNSEEN void wait(Thread& thread, const char* what, Site site) {
         IN_RACES(const Quiet quiet; check_repeated();)
-        current_thread->waits_for = what;
-        current_thread->site = site;
-        current_thread->fiber.suspend();
+        thread.waits_for = what;
+        thread.site = site;
+        run_others(thread);
     }
+    void run_others(Thread& thread);
     IN_RACES(static void check_repeated();)  // before the current thread lets others run
     // Ends the launch with a sentence about a thread. Called by a fiber, and never returns to it.
     [[noreturn, gnu::cold, gnu::format(printf, 4, 5)]] void fail(const Thread& thread, Site site,
@@ -179,7 +180,9 @@ class Block {
     static constexpr size_t kLine = 64;  // of the cache
 
     static void run_thread();
+    void start(Thread& thread);
     void exit_thread(Thread& thread);
+    void check_stack(const Thread& thread);
     // One more than threads, at the bottom: a stack that is too small runs into the next lower one.
     UNSEEN size_t stacks_bytes() const { return (size + 1) * kStackBytes; }
     UNSEEN char* stack_of(int number) const { return stacks_ + (number + 1) * kStackBytes; }
@@ -194,6 +197,8 @@ class Block {
     }
 
     char *mapped_, *stacks_;
+    Fiber scheduler_;
+    int warp_;  // that has run last
     Random random_;
 };
 
@@ -217,7 +222,7 @@ inline void Block::fail(const Thread& thread, Site site, const char* format, ...
     va_start(arguments, format);
     report(thread, site, format, arguments);
     va_end(arguments);
-    for (;;) current_thread->fiber.suspend();
+    for (;;) run_others(*current_thread);
 }
 
 inline void Block::check_guards(const char* when, Site site) {
@@ -243,7 +248,7 @@ UNSEEN void wait_until(Condition condition, const char* what, Site site = Site::
     thread.data = &condition;
     thread.condition = [](void* data) { return bool((*static_cast<Condition*>(data))()); };
     current_block->warps[thread.warp()].polling |= thread.bit();
-    current_block->wait(what, site);
+    current_block->wait(thread, what, site);
 }
 
 }  // namespace cpu

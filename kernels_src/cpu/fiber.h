@@ -1,5 +1,5 @@
-// A fiber: a function with a stack of its own that can be suspended and resumed. Every switch is
-// between a fiber and the scheduler, which runs on the OS thread's own stack.
+// A fiber: a function with a stack of its own that goes on where it was left. The scheduler is one
+// too, on the OS thread's own stack.
 #pragma once
 
 #include <stddef.h>
@@ -62,23 +62,10 @@ inline void prepare_context(Context& context, char* stack, size_t bytes, void (*
 #endif
 
 // AddressSanitizer is told of every switch, and of memory that may and may not be used.
-struct Stack {
-    const void* bottom;
-    size_t bytes;
-    void* saved;  // what AddressSanitizer keeps while the stack is not in use
-};
 #ifdef __SANITIZE_ADDRESS__
-inline void leave_stack(Stack& from, const Stack& to) {
-    __sanitizer_start_switch_fiber(&from.saved, to.bottom, to.bytes);
-}
-inline void enter_stack(const Stack& to, Stack& from) {
-    __sanitizer_finish_switch_fiber(to.saved, &from.bottom, &from.bytes);
-}
 inline void forbid(void* start, size_t bytes) { __asan_poison_memory_region(start, bytes); }
 inline void allow(void* start, size_t bytes) { __asan_unpoison_memory_region(start, bytes); }
 #else
-UNSEEN inline void leave_stack(Stack&, const Stack&) {}
-UNSEEN inline void enter_stack(const Stack&, Stack&) {}
 inline void forbid(void*, size_t) {}
 inline void allow(void*, size_t) {}
 #endif
@@ -88,28 +75,35 @@ class Fiber {
     // `entry` calls entered() first of all, and never returns.
     void prepare(char* stack, size_t bytes, void (*entry)()) {
         allow(stack, bytes);  // an earlier fiber on it may have been abandoned
-        own_stack_ = {stack, bytes, nullptr};
-        prepare_context(own_, stack, bytes, entry);
+        stack_ = {stack, bytes, nullptr};
+        prepare_context(context_, stack, bytes, entry);
     }
-    UNSEEN void entered() { enter_stack(own_stack_, scheduler_stack_); }
 
-    // Called by the fiber: back to the scheduler, until it resumes the fiber.
-    UNSEEN void suspend() {
-        leave_stack(own_stack_, scheduler_stack_);
-        switch_context(&own_, &scheduler_);
+    // From the fiber that runs, this one, to another; returns when one switches back.
+    UNSEEN void switch_to(Fiber& other) {
+#ifdef __SANITIZE_ADDRESS__
+        left_ = this;
+        __sanitizer_start_switch_fiber(&stack_.saved, other.stack_.bottom, other.stack_.bytes);
+#endif
+        switch_context(&context_, &other.context_);
         entered();
     }
-
-    // Called by the scheduler: runs the fiber until it suspends.
-    UNSEEN void resume() {
-        leave_stack(scheduler_stack_, own_stack_);
-        switch_context(&scheduler_, &own_);
-        enter_stack(scheduler_stack_, own_stack_);
+    UNSEEN void entered() {
+#ifdef __SANITIZE_ADDRESS__  // which knows the scheduler's stack, too
+        __sanitizer_finish_switch_fiber(stack_.saved, &left_->stack_.bottom, &left_->stack_.bytes);
+#endif
     }
 
   private:
-    Context own_, scheduler_;
-    Stack own_stack_, scheduler_stack_;
+    Context context_;
+    struct {
+        const void* bottom;
+        size_t bytes;
+        void* saved;  // what AddressSanitizer keeps while the stack is not in use
+    } stack_;
+#ifdef __SANITIZE_ADDRESS__
+    static inline thread_local Fiber* left_;
+#endif
 };
 
 }  // namespace cpu

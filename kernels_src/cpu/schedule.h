@@ -37,12 +37,13 @@ class Random {
 UNSEEN inline int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
 UNSEEN inline int highest_bit(uint32_t bits) { return 31 - __builtin_clz(bits); }
 
-// One of the bits that are set, of which there is at least one.
+// One of the bits that are set, of which there is at least one. A random one is the first from a
+// random place on.
 UNSEEN inline int choose_bit(uint32_t bits, Order order, Random& random) {
     if (order == Order::Forward) return lowest_bit(bits);
     if (order == Order::Reverse) return highest_bit(bits);
-    for (uint32_t skip = random.below(__builtin_popcount(bits)); skip > 0; --skip) bits &= bits - 1;
-    return lowest_bit(bits);
+    const int place = random.below(32);
+    return (lowest_bit(bits >> place | bits << (-place & 31)) + place) % 32;
 }
 
 // The n-th of 0 … count - 1 in this order.

@@ -29,9 +29,8 @@ struct Lanes {
 // The current thread comes to a meeting of the lanes in `mask`; says whether it is the last one.
 // All lanes must come to the same function with the same mask. A lane that has returned from the
 // kernel may not be in it: on the GPU, whether it still counts depends on time.
-UNSEEN inline bool come_to_meeting(const Lanes& lanes, uint32_t mask, void* data) {
+UNSEEN inline bool come_to_meeting(const Lanes& lanes, Thread& thread, uint32_t mask, void* data) {
     Block& block = lanes.block;
-    Thread& thread = *current_thread;
     Warp& warp = block.warps[lanes.warp];
     if (!lanes.has(thread.lane())) {
         block.fail(thread, lanes.site, "%s: lane %d is not in its own mask 0x%08x", lanes.name,
@@ -63,14 +62,15 @@ template <typename Data, typename Operation>
 UNSEEN void meet(uint32_t mask, const char* name, Site site, Data& data, Operation operation) {
     IN_RACES(const Quiet quiet;)
     Block& block = *current_block;
-    Warp& warp = block.warps[current_thread->warp()];
-    const Lanes lanes{block, current_thread->warp(), mask & warp.existing, name, site};
-    if (come_to_meeting(lanes, mask, &data)) {
+    Thread& thread = *current_thread;
+    Warp& warp = block.warps[thread.warp()];
+    const Lanes lanes{block, thread.warp(), mask & warp.existing, name, site};
+    if (come_to_meeting(lanes, thread, mask, &data)) {
         operation(lanes);
         warp.meeting &= ~lanes.members;
         block.make_ready(lanes.warp, lanes.members);
     }
-    block.wait(name, site);
+    block.wait(thread, name, site);
 }
 
 template <typename Value>
