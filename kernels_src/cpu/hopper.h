@@ -5,7 +5,6 @@
 
 #include <string.h>
 
-#include <map>
 #include <unordered_map>
 #include <vector>
 
@@ -35,15 +34,20 @@ struct Operand {
           major(m) {}
 
     // Where the 8 x 8 core matrix of this element is, of 128 bytes.
-    UNSEEN const char* core(int mn, int k) const {
+    UNSEEN const char* core(unsigned mn, unsigned k) const {
         return start + k / 8 * k_stride + mn / 8 * mn_stride;
     }
-    UNSEEN uint32_t at(int mn, int k) const {
-        const int row = major == Major::K ? mn % 8 : k % 8,
-                  place = major == Major::K ? k % 8 : mn % 8;
-        uint16_t bits;
-        memcpy(&bits, core(mn, k) + row * 16 + place * 2, sizeof bits);
-        return bits;
+    // The elements from k = 0 to 15, as bits.
+    UNSEEN void row(unsigned mn, uint32_t (&bits)[16]) const {
+        const int mn_step = major == Major::K ? 16 : 2, k_step = 18 - mn_step;
+        for (int k = 0; k < 16; k += 8) {
+            const char* from = core(mn, k) + mn % 8 * mn_step;
+            for (int i = 0; i < 8; ++i, from += k_step) {
+                uint16_t element;
+                memcpy(&element, from, sizeof element);
+                bits[k + i] = element;
+            }
+        }
     }
 };
 
@@ -66,35 +70,43 @@ struct Product {
 struct Converted {
     Major major;
     int columns = 0;
-    std::vector<char> bytes;    // of core matrices
+    std::vector<Words> bytes;   // of core matrices, 8 words each
     std::vector<float> values;  // 16 of each column, by pairs of columns
 
     UNSEEN const float* at(int n, int k) const { return values.data() + n * 16 + k * 2; }
-    UNSEEN char* kept(int n, int k) { return bytes.data() + n * 32 + k * 16; }
 
-    UNSEEN bool holds(const Operand& b, int count) {
-        bool same = columns >= count && major == b.major;
-        for (int n = 0; same && n < count; n += 8) {
-            same = memcmp(kept(n, 0), b.core(n, 0), 128) == 0 &&
-                   memcmp(kept(n, 8), b.core(n, 8), 128) == 0;
+    UNSEEN bool holds(const Operand& b, int count) const {
+        if (columns < count || major != b.major) return false;
+        Words difference{};
+        const Words* kept = bytes.data();
+        for (int n = 0; n < count; n += 8) {
+            for (int k = 0; k < 16; k += 8) {
+                Words core[8];
+                memcpy(core, b.core(n, k), sizeof core);
+#pragma GCC unroll 8
+                for (int i = 0; i < 8; ++i) difference |= core[i] ^ *kept++;
+            }
         }
-        return same;
+        return (difference[0] | difference[1] | difference[2] | difference[3]) == 0;
     }
     template <typename T>
     UNSEEN void convert(const Operand& b, int count) {
         major = b.major;
         columns = count;
-        bytes.resize(count * 32);
+        bytes.resize(count * 2);
         values.resize(count * 16);
         for (int n = 0; n < count; n += 2) {
+            uint32_t left[16], right[16];
+            b.row(n, left);
+            b.row(n + 1, right);
             for (int k = 0; k < 16; k += 2) {
-                const Words bits{b.at(n, k), b.at(n + 1, k), b.at(n, k + 1), b.at(n + 1, k + 1)};
+                const Words bits{left[k], right[k], left[k + 1], right[k + 1]};
                 const Floats four = values_of<T>(bits);
                 memcpy(&values[n * 16 + k * 2], &four, sizeof four);
             }
         }
         for (int n = 0; n < count; n += 8) {
-            for (int k = 0; k < 16; k += 8) memcpy(kept(n, k), b.core(n, k), 128);
+            for (int k = 0; k < 16; k += 8) memcpy(&bytes[n * 2 + k], b.core(n, k), 128);
         }
     }
     template <typename T>
@@ -109,17 +121,19 @@ struct Converted {
 
 template <typename T>
 UNSEEN void run_product(Product& product, float* sums) {
-    const int thread = current_thread->number % 128, quarter = thread % 4;
+    const unsigned thread = current_thread->number % 128u, quarter = thread % 4;
     const Operand a(product.a, product.major_a);
     const Converted& b = Converted::of<T>(product.b, product.major_b, 2 * product.count);
-    for (int half = 0; half < 2 && !product.from_registers; ++half) {
-        const int m = thread / 32 * 16 + thread % 32 / 4 + 8 * half;
-        for (int k = 0; k < 16; ++k) product.rows[half][k] = a.at(m, k);
-    }
-    float rows[2][16];
-    convert<values_of<T>>(product.rows, rows);
     Floats left[16];  // both rows, each for 2 columns
-    for (int k = 0; k < 16; ++k) left[k] = Floats{rows[0][k], rows[0][k], rows[1][k], rows[1][k]};
+    for (int half = 0; half < 2; ++half) {
+        uint32_t (&row)[16] = product.rows[half];
+        if (!product.from_registers) a.row(thread / 32 * 16 + thread % 32 / 4 + 8 * half, row);
+        for (int k = 0; k < 16; k += 4) {
+            const Floats four = values_of<T>(Words{row[k], row[k + 1], row[k + 2], row[k + 3]});
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) left[k + i][2 * half] = left[k + i][2 * half + 1] = four[i];
+        }
+    }
     for (int i = 0; i < product.count; i += 4) {  // 2 columns in both rows, side by side
         Floats sum{};
         if (product.accumulate) memcpy(&sum, sums + i, sizeof sum);
@@ -132,6 +146,12 @@ UNSEEN void run_product(Product& product, float* sums) {
     }
 }
 
+// What registers will hold when the products have ended that add to it.
+struct Sums {
+    float* result;
+    std::vector<float> values;
+};
+
 // What one thread has started: products in order, and how many of them each committed group
 // has.
 struct Products {
@@ -139,12 +159,29 @@ struct Products {
     std::vector<Product> pending;
     std::vector<int> groups;
     int uncommitted = 0;
-    std::map<float*, std::vector<float>> results;  // what the registers will hold
+    std::vector<Sums> sums;  // the first `used` of them; others keep their memory
+    size_t used = 0;
+
+    UNSEEN void begin(uint64_t own_run) {
+        run = own_run;
+        pending.clear();
+        groups.clear();
+        uncommitted = used = 0;
+    }
+
+    UNSEEN Sums* find(const float* result) {
+        for (size_t i = 0; i < used; ++i) {
+            if (sums[i].result == result) return &sums[i];
+        }
+        return nullptr;
+    }
 
     UNSEEN void start(const Product& product, Site site) {
-        auto [entry, first] = results.try_emplace(product.result);
-        if (first) {
-            entry->second.assign(product.result, product.result + product.count);
+        if (!find(product.result)) {
+            if (used == sums.size()) sums.emplace_back();
+            Sums& own = sums[used++];
+            own.result = product.result;
+            own.values.assign(product.result, product.result + product.count);
             std::fill_n(product.result, product.count, NAN);
             IN_RACES(current_block->races->hold(product.result, product.count * sizeof(float),
                                                 false, site);)
@@ -165,20 +202,24 @@ struct Products {
         size_t done = 0;
         for (; groups.size() > groups_left; groups.erase(groups.begin())) {
             for (const size_t end = done + groups.front(); done < end; ++done) {
-                pending[done].run(pending[done], results.at(pending[done].result).data());
+                pending[done].run(pending[done], find(pending[done].result)->values.data());
                 IN_RACES(const Flight flight = pending[done].flight;
                          if (flight.end > 0) current_block->races->land_for_warp(flight);
                          current_block->races->release(pending[done].fragment);)
             }
         }
         pending.erase(pending.begin(), pending.begin() + done);
-        for (auto entry = results.begin(); entry != results.end();) {
-            auto& [result, values] = *entry;
+        for (size_t i = 0; i < used;) {
+            float* result = sums[i].result;
             bool in_flight = false;
             for (const Product& product : pending) in_flight |= product.result == result;
-            if (!in_flight) std::copy(values.begin(), values.end(), result);
-            IN_RACES(if (!in_flight) current_block->races->release(result);)
-            entry = in_flight ? std::next(entry) : results.erase(entry);
+            if (in_flight) {
+                ++i;
+            } else {
+                std::copy(sums[i].values.begin(), sums[i].values.end(), result);
+                IN_RACES(current_block->races->release(result);)
+                std::swap(sums[i], sums[--used]);
+            }
         }
     }
 };
@@ -188,7 +229,7 @@ UNSEEN inline Products& products_of_thread() {
     const size_t place = current_block->rank * kMaxThreads + current_thread->number;
     if (place >= all.size()) all.resize(place + 1);
     Products& products = all[place];
-    if (products.run != current_block->run) products = {current_block->run};
+    if (products.run != current_block->run) products.begin(current_block->run);
     return products;
 }
 

@@ -41,34 +41,40 @@ struct MmaOperands {
     const uint32_t *a, *b;
 };
 
-// Operands of 16 bits, or of 32, from the registers of lane 4 * g + t.
-UNSEEN inline void gather(uint32_t (&left)[16][16], uint32_t (&right)[16][8], const uint32_t* a,
-                          const uint32_t* b, int g, int t) {
-    for (int i = 0; i < 4; ++i) {
-        const int row = g + i % 2 * 8, column = 2 * t + i / 2 * 8;
-        left[row][column] = a[i] & 0xFFFF;
-        left[row][column + 1] = a[i] >> 16;
-    }
-    for (int i = 0; i < 2; ++i) {
-        const int row = 2 * t + i * 8;
-        right[row][g] = b[i] & 0xFFFF;
-        right[row + 1][g] = b[i] >> 16;
-    }
-}
-UNSEEN inline void gather(uint32_t (&left)[16][8], uint32_t (&right)[8][8], const uint32_t* a,
-                          const uint32_t* b, int g, int t) {
-    for (int i = 0; i < 4; ++i) left[g + i % 2 * 8][t + i / 2 * 4] = a[i];
-    for (int i = 0; i < 2; ++i) right[t + i * 4][g] = b[i];
-}
+// An operand of mma as floats: the elements of its words, which are neighbours along k if a word
+// has two of them. What has been converted is not converted again: a kernel multiplies one A by
+// several B.
+template <int kRows, int kHalves, Floats (*kValues)(Words)>
+struct MmaOperand {
+    Words words[2 * kRows];  // two fours a row
+    Floats values[kHalves][2 * kRows];
+    Words changed;  // bits, of any word since the last conversion
 
-template <Floats (*kValues)(Words), int kRows, int kColumns>
-UNSEEN void convert(const uint32_t (&words)[kRows][kColumns], float (&values)[kRows][kColumns]) {
-    for (int i = 0; i < kRows * kColumns; i += 4) {
-        Words four;
-        memcpy(&four, words[0] + i, sizeof four);
-        const Floats converted = kValues(four);
-        memcpy(values[0] + i, &converted, sizeof converted);
+    UNSEEN void put(int four, Words bits) {
+        changed |= words[four] ^ bits;
+        words[four] = bits;
     }
+    UNSEEN void convert() {
+        if ((changed[0] | changed[1] | changed[2] | changed[3]) == 0) return;
+        changed = Words{};
+        for (int four = 0; four < 2 * kRows; ++four) {
+            const Words bits = words[four];
+            values[0][four] = kValues(kHalves == 2 ? bits & 0xFFFF : bits);
+            if (kHalves == 2) values[kHalves - 1][four] = kValues(bits >> 16);
+        }
+    }
+    UNSEEN float at(int row, int word, int half) const {
+        return values[half][2 * row + word / 4][word % 4];
+    }
+};
+
+// Two neighbours of a row from each of two lanes.
+UNSEEN inline Floats join(const float* first, const float* second) {
+    typedef double Pairs __attribute__((vector_size(16)));
+    double left, right;
+    memcpy(&left, first, sizeof left);
+    memcpy(&right, second, sizeof right);
+    return Floats(Pairs{left, right});
 }
 
 // d += a · b with a of 16 x kDepth and b of kDepth x 8.
@@ -77,30 +83,50 @@ UNSEEN void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], c
                 Site site) {
     MmaOperands operands{d, a, b};
     meet_warp(name, site, operands, [](const Lanes& lanes) UNSEEN {
-        uint32_t left_words[16][kDepth], right_words[kDepth][8];
-        float left[16][kDepth], right[kDepth][8], sums[16][8];
-        for (int lane = 0; lane < kLanes; ++lane) {
-            const MmaOperands& of = lanes.data<MmaOperands>(lane);
-            const int g = lane / 4, t = lane % 4;
-            gather(left_words, right_words, of.a, of.b, g, t);
-            memcpy(&sums[g][2 * t], of.d, 8);
-            memcpy(&sums[g + 8][2 * t], of.d + 2, 8);
-        }
-        convert<kValues>(left_words, left);
-        convert<kValues>(right_words, right);
-        for (int row = 0; row < 16; ++row) {
-            Floats sum[2], factors[2];  // four sums side by side
-            memcpy(sum, sums[row], sizeof sum);
-            for (int k = 0; k < kDepth; ++k) {
-                memcpy(factors, right[k], sizeof factors);
-                for (int i = 0; i < 2; ++i) sum[i] += left[row][k] * factors[i];
+        constexpr int kHalves = kDepth / 8;
+        static thread_local MmaOperand<16, kHalves, kValues> left;
+        static thread_local MmaOperand<8, kHalves, kValues> right;
+        MmaOperands of[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) of[lane] = lanes.data<MmaOperands>(lane);
+        for (int g = 0; g < 8; ++g) {
+            const MmaOperands* quad = of + 4 * g;
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                left.put(2 * (g + i % 2 * 8) + i / 2,
+                         Words{quad[0].a[i], quad[1].a[i], quad[2].a[i], quad[3].a[i]});
             }
-            memcpy(sums[row], sum, sizeof sum);
         }
-        for (int lane = 0; lane < kLanes; ++lane) {
-            float* d = lanes.data<MmaOperands>(lane).d;
-            memcpy(d, &sums[lane / 4][lane % 4 * 2], 8);
-            memcpy(d + 2, &sums[lane / 4 + 8][lane % 4 * 2], 8);
+        for (int t = 0; t < 4; ++t) {
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i) {
+                const MmaOperands* column = of + i % 2 * 16 + t;
+                right.put(2 * (t + i / 2 * 4) + i % 2,
+                          Words{column[0].b[i / 2], column[4].b[i / 2], column[8].b[i / 2],
+                                column[12].b[i / 2]});
+            }
+        }
+        left.convert();
+        right.convert();
+        for (int g = 0; g < 8; ++g) {
+            const MmaOperands* quad = of + 4 * g;
+            Floats upper[2] = {join(quad[0].d, quad[1].d), join(quad[2].d, quad[3].d)};
+            Floats lower[2] = {join(quad[0].d + 2, quad[1].d + 2),
+                               join(quad[2].d + 2, quad[3].d + 2)};
+            for (int word = 0; word < 8; ++word) {
+#pragma GCC unroll 2
+                for (int half = 0; half < kHalves; ++half) {
+                    const Floats* factors = &right.values[half][2 * word];
+                    upper[0] += left.at(g, word, half) * factors[0];
+                    upper[1] += left.at(g, word, half) * factors[1];
+                    lower[0] += left.at(g + 8, word, half) * factors[0];
+                    lower[1] += left.at(g + 8, word, half) * factors[1];
+                }
+            }
+#pragma GCC unroll 4
+            for (int t = 0; t < 4; ++t) {
+                memcpy(quad[t].d, reinterpret_cast<const char*>(upper) + 8 * t, 8);
+                memcpy(quad[t].d + 2, reinterpret_cast<const char*>(lower) + 8 * t, 8);
+            }
         }
     });
 }
