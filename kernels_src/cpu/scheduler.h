@@ -144,7 +144,8 @@ UNSEEN inline void Block::run_from(Thread& thread) {
     IN_RACES(current_thread = nullptr;)  // what the scheduler does is of no thread
 }
 
-// The current thread hands over to the next one: a switch less than by way of the scheduler.
+// The current thread hands over to the next one: a switch less than by way of the scheduler. Not
+// inlined, or it would be compiled again for every kind of meeting.
 [[gnu::noinline]] UNSEEN inline void Block::run_others(Thread& thread) {
     check_stack(thread);
     Thread* next = grid.failure.happened() ? nullptr : next_ready();
