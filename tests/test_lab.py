@@ -40,6 +40,7 @@ SETTINGS = {
     "apputils-extension/notification": {"checkForUpdates": False, "fetchNews": "false"},
     "notebook-extension/tracker": {"windowingMode": "none"},  # every cell is in the page
 }
+TWO_FRAMES = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
 SLOW_MS = 120_000  # a cell that imports torch and compiles, on a busy machine
 STAGE = OPERATOR.stages[0]
 LINE = "constexpr int kThreads = 256;"  # of that stage, to be edited
@@ -128,8 +129,8 @@ def page(lab: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def test_a_notebook_runs(lab: str, page: Page):
     """Open the tour, run all of its cells; the race shows, and no cell fails."""
     page.goto(lab)
+    book = _opened(page)
     expect(page).to_have_url(re.compile(r"/lab/tree/notebooks/00_loader\.ipynb"))
-    book = _open(lab, page, "00_loader.ipynb")
     _menu(page, "Run", "Run All Cells")
     _wait_for_all(book)
     expect(book.locator('[data-mime-type="application/vnd.jupyter.error"]')).to_have_count(0)
@@ -230,6 +231,11 @@ def test_a_plot_is_exported(lab: str, page: Page, tmp_path: Path):
 def _open(lab: str, page: Page, name: str) -> Locator:
     """Open a notebook in a lab with nothing else in it, and wait for its kernel."""
     page.goto(f"{lab}lab/tree/notebooks/{name}?reset")
+    return _opened(page)
+
+
+def _opened(page: Page) -> Locator:
+    """The notebook that is being opened, once its kernel is there."""
     book = page.locator(".jp-NotebookPanel:visible .jp-Notebook")
     expect(book.locator(".jp-Cell").first).to_be_visible(timeout=60_000)
     expect(page.locator("#jp-main-statusbar")).to_contain_text("| Idle")
@@ -310,5 +316,5 @@ def _keep(page: Page, name: str, shown: Locator | None = None) -> None:
     ARTEFACTS.mkdir(exist_ok=True)
     if shown is not None:
         shown.scroll_into_view_if_needed()
-    page.wait_for_timeout(300)  # a last layout
+    page.evaluate(TWO_FRAMES)  # a last layout
     page.screenshot(path=ARTEFACTS / f"{name}.png")
