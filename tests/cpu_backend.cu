@@ -75,6 +75,18 @@ EXPORT cudaError_t atomics(float* total, float* integers, int blocks, int thread
         total, reinterpret_cast<int*>(integers));
 }
 
+// The threads of a block in the order in which they come to each of some turns, one after another.
+__global__ void order_kernel(float* out, int* count, int turns) {
+    for (int turn = 0; turn < turns; ++turn) {
+        out[atomicAdd(count, 1)] = threadIdx.x;
+        __syncwarp();
+    }
+}
+EXPORT cudaError_t order(float* out, float* count, int threads, int turns, cudaStream_t stream) {
+    return LAUNCH(order_kernel, dim3(1), dim3(threads), 0, stream)(
+        out, reinterpret_cast<int*>(count), turns);
+}
+
 // out[i] = the sum over x of i's block, 20 barriers and 60 shuffles a thread: for the backend's
 // speed.
 __global__ void busy_kernel(const float* x, float* out) {

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,40 @@ def test_a_chain_returns_its_first_error(kernels, device):
     if device == "cuda":
         torch.cuda.synchronize()
         torch.ones(1, device=device)
+
+
+def order_of(kernels, schedule: str, seed: int, threads: int, turns: int = 1) -> list[int]:
+    """The threads of a block in the order in which they ran, turn by turn."""
+    out, count = torch.full((threads * turns,), torch.nan), torch.zeros(1)
+    with jit_loader.cpu_schedule(schedule, seed):
+        kernels.order(out, count, threads, turns)
+    return out.int().tolist()
+
+
+@pytest.mark.parametrize("threads", [1, 8, 32, 45])
+def test_the_first_to_run_is_anyone_in_a_random_order(kernels, threads, seed):
+    """And the first or the last in the other two; each thread runs once."""
+    assert order_of(kernels, "forward", seed, threads) == list(range(threads))
+    assert order_of(kernels, "reverse", seed, threads) == list(range(threads))[::-1]
+    orders = [order_of(kernels, "random", seed + i, threads) for i in range(40 * threads)]
+    assert all(sorted(order) == list(range(threads)) for order in orders)
+    for place in (0, -1):
+        assert {order[place] for order in orders} == set(range(threads))
+    if threads in (8, 32):  # all are as likely
+        firsts = Counter(order[0] for order in orders)
+        assert min(firsts.values()) > 10 and max(firsts.values()) < 80
+
+
+def test_a_random_order_leaves_warps_half_way(kernels, seed):
+    """Two warps, each of which goes on to its next turn once its 32 lanes are there."""
+    left, orders = 0, set()
+    for i in range(20):
+        order = order_of(kernels, "random", seed + i, 64, turns=10)
+        warps = [thread // 32 for thread in order]
+        changes = [at for at in range(1, len(warps)) if warps[at] != warps[at - 1]]
+        left += sum(warps[:at].count(warps[at - 1]) % 32 > 0 for at in changes)
+        orders.add(tuple(order))
+    assert left > 20 and len(orders) == 20
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 7, 64, 100])

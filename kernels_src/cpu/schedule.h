@@ -37,13 +37,24 @@ class Random {
 UNSEEN inline int lowest_bit(uint32_t bits) { return __builtin_ctz(bits); }
 UNSEEN inline int highest_bit(uint32_t bits) { return 31 - __builtin_clz(bits); }
 
-// One of the bits that are set, of which there is at least one. A random one is the first from a
-// random place on.
+// Bit i becomes bit i ^ place.
+UNSEEN inline uint32_t exchanged(uint32_t bits, uint32_t place) {
+    constexpr uint32_t kLower[] = {0x55555555, 0x33333333, 0x0F0F0F0F, 0x00FF00FF, 0x0000FFFF};
+#pragma GCC unroll 5
+    for (int i = 0; i < 5; ++i) {
+        const uint32_t differ = (bits ^ bits >> (1 << i)) & kLower[i] & -(place >> i & 1);
+        bits ^= differ | differ << (1 << i);
+    }
+    return bits;
+}
+
+// One of the bits that are set, of which there is at least one. A random one is the i for which
+// i ^ place is least, which needs no branch: none could be predicted.
 UNSEEN inline int choose_bit(uint32_t bits, Order order, Random& random) {
     if (order == Order::Forward) return lowest_bit(bits);
     if (order == Order::Reverse) return highest_bit(bits);
-    const int place = random.below(32);
-    return (lowest_bit(bits >> place | bits << (-place & 31)) + place) % 32;
+    const uint32_t place = random.below(32);
+    return lowest_bit(exchanged(bits, place)) ^ place;
 }
 
 // The n-th of 0 … count - 1 in this order.

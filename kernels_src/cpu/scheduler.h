@@ -49,7 +49,8 @@ inline void Block::begin(uint3 own_index, uint64_t own_run) {
     run = own_run;
     random_ =
         Random(grid.schedule.seed ^ (uint64_t(index.z) << 42 | uint64_t(index.y) << 21 | index.x));
-    ready_warps = exited = cluster_arrived = cluster_phase = warp_ = 0;
+    warp_ = random_.below(warp_count);
+    ready_warps = exited = cluster_arrived = cluster_phase = 0;
     memset(barriers, 0, sizeof barriers);
     memset(warps, 0, sizeof warps);
     shared.begin(grid.dynamic_bytes);
