@@ -20,6 +20,7 @@ from jit.source import Source, Target
 from jit.toolchain import cuda_runtime, ninja_folder, nvcc
 
 PRINTED = "printed.txt"  # what nvcc printed, in a staging folder
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
 UNUSED = ("c10", "c10_cuda", "torch", "torch_cpu", "torch_cuda", "torch_python")  # that load_inline links to
 
 
@@ -67,7 +68,6 @@ def torch_extension(target: Target) -> Any:
     ninja = str(ninja_folder())
     if shutil.which("ninja") is None:
         os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), ninja])
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
     from torch.utils import cpp_extension
 
     cpp_extension.TORCH_LIB_PATH = _unquoted(cpp_extension.TORCH_LIB_PATH)

@@ -1,4 +1,4 @@
-"""Processes for tests: real ones, forked from a server that has imported torch once."""
+"""Processes for tests: real ones, forked from a server that has imported torch and what a build needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ import jit_loader
 from workbench.paths import ROOT
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["workbench", "jit_loader"])
+# What most processes need, and takes longer to import than they take for the rest.
+CONTEXT.set_forkserver_preload(["workbench", "jit_loader", "torch.utils.cpp_extension", "filelock", "pytest"])
 
 # Needs no header of the project, so that it compiles in a tenth of a second.
 SCALE = r"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import shutil
 import sys
@@ -237,7 +238,7 @@ def _built_after_import():
     os.environ["CUDA_HOME"] = "/nowhere"
     from torch.utils import cpp_extension
 
-    found = cpp_extension.CUDA_HOME
+    found = importlib.reload(cpp_extension).CUDA_HOME
     del os.environ["CUDA_HOME"]
     _toolkit_of_build()
     return found
