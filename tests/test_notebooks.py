@@ -162,7 +162,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(execute, "EXECUTED", tmp_path / "executed")
     bar = "from tqdm.auto import tqdm\nfor _ in tqdm(range(3)): pass"
     _write(tmp_path / "a.ipynb", ["import os; print(os.getcwd())", bar])
-    _write(tmp_path / "b.ipynb", ["import torch\ntorch.arange(2)"])
+    _write(tmp_path / "b.ipynb", ["list(range(2))"])
     return tmp_path
 
 
@@ -173,7 +173,7 @@ def test_outputs_are_kept_with_their_run_and_cleared_again(folder: Path, gpu):
         kept = notebook(path)
         assert kept.metadata[committed.RECORD].gpu == "NVIDIA Test"
         assert not committed.faults(kept)
-    assert "tensor([0, 1])" in kept.cells[1].outputs[0].data["text/plain"]
+    assert "[0, 1]" in kept.cells[1].outputs[0].data["text/plain"]
     assert execute.main(["--clear"]) == 0
     assert {path.name: path.read_text() for path in folder.glob("*.ipynb")} == before
 
