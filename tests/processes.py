@@ -20,6 +20,8 @@ import torch
 import jit_loader
 from workbench.paths import ROOT
 
+# Importing them asks for a GPU: by way of NVML, since CUDA, once begun, works in no forked process.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 CONTEXT = multiprocessing.get_context("forkserver")
 # What most processes need, and takes longer to import than they take for the rest.
 CONTEXT.set_forkserver_preload(["workbench", "jit_loader", "torch.utils.cpp_extension", "filelock", "pytest"])

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 
 import pytest
 import torch
+from processes import python
 
 import jit_loader
 from kernels_src import OPERATORS
@@ -17,28 +16,23 @@ STAGES = [(operator, stage) for operator in OPERATORS.values() for stage in oper
 FORBIDDEN = ("jit_loader", "kernels_src", "workbench")
 
 ALONE = f"""
-import importlib.abc, sys
+import importlib.abc, os, pathlib, runpy, sys
+import torch
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name.partition(".")[0] in {FORBIDDEN}:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
-sys.path[:] = [place for place in sys.path if place]
-import runpy
-import torch
+for name in [name for name in sys.modules if name.partition(".")[0] in {FORBIDDEN}]:
+    del sys.modules[name]
+os.chdir(pathlib.Path(sys.argv[1]).parent)
 names = runpy.run_path(sys.argv[1])
 """
 
 
 def run_alone(path, code):
-    """Run code after an exported file, in a process that can't import the project."""
-    return subprocess.run(
-        [sys.executable, "-c", ALONE + code, path],
-        cwd=path.parent,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    """Run code after an exported file, in its folder, in a process that can't import the project."""
+    return python("-c", ALONE + code, str(path))
 
 
 def supported(operator, stage):

@@ -87,33 +87,25 @@ def place(image, rows, start, major, rng):
     else:
         k_stride = 128 + gap()
         mn_stride = 2 * k_stride + gap()
-    for mn in range(rows.shape[0]):
-        for k in range(16):
-            row, column = (k % 8, mn % 8) if major else (mn % 8, k % 8)
-            at = start + mn // 8 * mn_stride + k // 8 * k_stride + row * 16 + column * 2
-            image[at // 2] = rows[mn, k]
+    mn, k = torch.arange(rows.shape[0])[:, None], torch.arange(16)
+    row, column = (k % 8, mn % 8) if major else (mn % 8, k % 8)
+    at = start + mn // 8 * mn_stride + k // 8 * k_stride + row * 16 + column * 2
+    image[at // 2] = rows
     return start + (cores - 1) * mn_stride + k_stride + 128, k_stride, mn_stride
 
 
 def fragments_of(a):
     """A (64, 16) as 4 registers of 2 values in each of 128 threads."""
-    registers = torch.empty(128, 4, 2, dtype=a.dtype)
-    for thread in range(128):
-        for register in range(4):
-            row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (register % 2)
-            k = thread % 4 * 2 + 8 * (register // 2)
-            registers[thread, register] = a[row, k : k + 2]
-    return registers
+    thread, register, element = torch.arange(128)[:, None, None], torch.arange(4)[:, None], torch.arange(2)
+    row = 16 * (thread // 32) + thread % 32 // 4 + 8 * (register % 2)
+    return a[row, thread % 4 * 2 + 8 * (register // 2) + element]
 
 
 def spread(result):
     """A result (64, N) as the N / 2 floats of each of 128 threads."""
-    per_thread = torch.empty(128, result.shape[1] // 2)
-    for thread in range(128):
-        for e in range(result.shape[1] // 2):
-            row = 16 * (thread // 32) + e // 2 % 2 * 8 + thread % 32 // 4
-            per_thread[thread, e] = result[row, e // 4 * 8 + thread % 4 * 2 + e % 2]
-    return per_thread
+    thread, e = torch.arange(128)[:, None], torch.arange(result.shape[1] // 2)
+    row = 16 * (thread // 32) + e // 2 % 2 * 8 + thread % 32 // 4
+    return result[row, e // 4 * 8 + thread % 4 * 2 + e % 2]
 
 
 @pytest.mark.parametrize("device", DEVICES)
