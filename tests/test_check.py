@@ -42,11 +42,27 @@ def failing(operator, compute, seed, **options):
     return {case: result.message for case, result in found.items() if not result.passed}
 
 
+def cases_of_eager(precision):
+    """The cases that eager PyTorch itself can pass on this CPU.
+
+    oneDNN's bf16 products with AMX write a NaN row (as of a column that is masked throughout) into the row
+    below, too; stages are held against float64, which has no such fault.
+    """
+    rows = torch.ones(182, 40, dtype=torch.bfloat16)
+    rows[5:12] = torch.nan
+    product = torch.nn.functional.linear(rows, torch.ones(40, 40, dtype=torch.bfloat16))
+    spreads = product.isnan().any(-1).sum() > 7
+    return [case for case in problems.CASES if (case, precision, spreads) != ("masked column", "bf16", True)]
+
+
 @pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_the_reference_passes_every_case(operator, precision, seed):
-    found = verdicts(operator, lambda module, msa, mask: module(msa, mask), seed, precision=precision)
-    assert list(found) == list(problems.CASES)
+    cases = cases_of_eager(precision)
+    found = verdicts(
+        operator, lambda module, msa, mask: module(msa, mask), seed, precision=precision, cases=cases
+    )
+    assert list(found) == cases
     for result in found.values():
         assert result.passed, result.message
         assert 0 < result.max_abs_error <= result.eager_error
@@ -274,7 +290,13 @@ def test_a_stage_six_times_as_inaccurate_as_eager_fails(seed):
 def test_one_evaluation_of_eager_is_enough_for_what_is_as_accurate(seed, monkeypatch):
     monkeypatch.setattr(problems.Problem, "eager_at_worst", property(lambda problem: 1 / 0))
     for precision in ("fp32", "bf16"):
-        found = verdicts(ATTENTION, lambda module, msa, mask: module(msa, mask), seed, precision=precision)
+        found = verdicts(
+            ATTENTION,
+            lambda module, msa, mask: module(msa, mask),
+            seed,
+            precision=precision,
+            cases=cases_of_eager(precision),
+        )
         assert all(result.passed for result in found.values())
 
 

@@ -16,14 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from nbformat.v4 import new_code_cell, new_notebook
 
 from kernels_src import MSA_COLUMN_ATTENTION as OPERATOR
-from workbench.committed import write
 from workbench.paths import ROOT, environment
 
+pytest.importorskip("nbformat")
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
+from nbformat.v4 import new_code_cell, new_notebook  # noqa: E402
 from playwright.sync_api import Locator, Page, expect  # noqa: E402
+
+from workbench.committed import write  # noqa: E402
 
 ARTEFACTS = Path(__file__).parent / "artefacts"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -12,6 +12,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+
+pytest.importorskip("IPython")  # a GPU's machine may do without
 from IPython.core.interactiveshell import InteractiveShell
 from IPython.utils.capture import CapturedIO, capture_output
 from torch import nn

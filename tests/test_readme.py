@@ -99,6 +99,7 @@ def test_every_operator_is_named_and_has_its_table():
 
 
 def test_magics_are_spelt_as_they_are():
+    pytest.importorskip("IPython")
     from workbench.magics import StageMagics
 
     known = {f"%{name}" for name in StageMagics.magics["line"]} | {
