@@ -192,10 +192,10 @@ def test_cuda_home_chooses_and_the_report_says_so(tmp_path):
     assert (other / "calls").read_text() == "\n"
     path = f"{other}/bin{os.pathsep}{os.environ['PATH']}"
     text = in_child(_report, "nvcc", env={"CUDA_HOME": None, "PATH": path})
-    if jit_loader.nvcc().reason == "the usual place":  # which comes after PATH, as pip's packages do not
-        assert f" at {other}/bin/nvcc (nvcc on PATH)" in text and f"CUDA_HOME can choose {usual}" in text
-    else:
+    if "pip's packages" in jit_loader.nvcc().reason:  # which come before PATH, and all others after
         assert f" at {usual}/bin/nvcc " in text and f"CUDA_HOME can choose {other} (nvcc on PATH)" in text
+    else:
+        assert f" at {other}/bin/nvcc (nvcc on PATH)" in text and f"CUDA_HOME can choose {usual}" in text
     text = in_child(_report, "nvcc", env={"CUDA_HOME": str(other)})
     assert f" at {other}/bin/nvcc ($CUDA_HOME)" in text and usual in text
 
