@@ -245,8 +245,10 @@ def _opened(page: Page) -> Locator:
 
 
 def _run_in_scratch(lab: str, page: Page, source: str) -> Locator:
-    """The first cell of the empty notebook, once it has run this text."""
-    cell = _open(lab, page, "scratch.ipynb").locator(".jp-CodeCell").first
+    """The first cell of the empty notebook, once it has run this text; opened where it is not in front."""
+    in_front = page.url.endswith("/scratch.ipynb")
+    book = _opened(page) if in_front else _open(lab, page, "scratch.ipynb")
+    cell = book.locator(".jp-CodeCell").first
     _type(page, cell, source)
     _run(page)
     _wait_for(cell)
