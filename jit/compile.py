@@ -20,8 +20,9 @@ from jit.source import Source, Target
 from jit.toolchain import cuda_runtime, ninja_folder, nvcc
 
 PRINTED = "printed.txt"  # what nvcc printed, in a staging folder
-logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
 UNUSED = ("c10", "c10_cuda", "torch", "torch_cpu", "torch_cuda", "torch_python")  # that load_inline links to
+
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # "No CUDA runtime is found"
 
 
 class Compiled(NamedTuple):

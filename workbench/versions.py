@@ -23,16 +23,15 @@ FUSED = "fused"
 """The stage name of rows of the fused module, which runs the stage that it takes to be the fastest."""
 
 
-def version(stage: Stage, shape: Any, source: Callable[[Stage], str] | None = None) -> str:
-    """The digest of what is compiled for a stage at a shape."""
-    text = (source or compiled_source)(stage)
-    constants = sorted(stage.constants(shape).items())
-    return hashlib.sha256(f"{constants}\n{text}".encode()).hexdigest()[:16]
-
-
 def compiled_source(stage: Stage) -> str:
     """What of a stage's files nvcc sees, at any shape."""
     return without_layout(inline_headers(stage.code, stage.source.parent))
+
+
+def version(stage: Stage, shape: Any, source: Callable[[Stage], str] = compiled_source) -> str:
+    """The digest of what is compiled for a stage at a shape."""
+    constants = sorted(stage.constants(shape).items())
+    return hashlib.sha256(f"{constants}\n{source(stage)}".encode()).hexdigest()[:16]
 
 
 def versions_now(keys: Iterable[Sequence[str]]) -> list[str | None]:
